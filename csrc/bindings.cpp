@@ -1,0 +1,85 @@
+// The only file that sees Python. C++ below it doesn't drop a last reference to what Python made (arguments are
+// borrowed for the length of a call), and takes the GIL only to ask for free memory, when batches grow.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "device_copier.h"
+
+namespace {
+
+namespace py = pybind11;
+using namespace gpuprefetch;
+using release_gil = py::call_guard<py::gil_scoped_release>;
+
+// Leaked on purpose: threads must not be joined by a static destructor. Python calls shutdown() before it ends.
+MemcpyPool& pool() {
+  static auto* pool = new MemcpyPool((std::clamp)(static_cast<int>(std::thread::hardware_concurrency()) / 2, 1, 8));
+  return *pool;
+}
+
+std::vector<Event> events_of(const std::vector<std::uintptr_t>& handles) {
+  std::vector<Event> events;
+  events.reserve(handles.size());
+  for (const auto handle : handles) events.push_back(reinterpret_cast<Event>(handle));
+  return events;
+}
+
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const OutOfDeviceMemory& e) {
+    py::set_error(py::module_::import("torch").attr("OutOfMemoryError"), e.what());
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("TORCH_VERSION_MAJOR") = TORCH_VERSION_MAJOR;
+  m.attr("TORCH_VERSION_MINOR") = TORCH_VERSION_MINOR;
+
+  py::register_local_exception_translator(&translate);
+
+  m.def("is_plain", &is_plain, py::arg("tensor"));
+  m.def("can_gather", &can_gather, py::arg("samples"));
+  m.def("shutdown", [] { pool().shutdown(); }, release_gil());
+  m.def("ask_events_needed", &HoldBack::events_needed, py::arg("prefetch_batches"));
+
+  py::class_<DeviceCopier, std::shared_ptr<DeviceCopier>>(m, "DeviceCopier")
+      .def(py::init([](c10::Stream stream) { return std::make_shared<DeviceCopier>(stream, pool()); }),
+           py::arg("stream"))
+      .def(
+          "set_ring",
+          [](DeviceCopier& copier, std::uintptr_t memory, std::size_t piece_bytes,
+             const std::vector<std::uintptr_t>& events) { copier.set_ring(memory, piece_bytes, events_of(events)); },
+          py::arg("memory"), py::arg("piece_bytes"), py::arg("events"), release_gil());
+
+  // ask() and hand_over() keep the GIL: they take microseconds, and a thread that gives it away beside a busy loader
+  // thread gets it back milliseconds later.
+  py::class_<Lane>(m, "Lane")
+      .def(py::init([](std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches,
+                       const std::vector<std::uintptr_t>& ask_events, const std::vector<std::uintptr_t>& ready_events,
+                       std::int64_t overdue_ms, std::function<std::int64_t()> free_bytes) {
+             return std::make_unique<Lane>(std::move(copier), prefetch_batches, events_of(ask_events),
+                                           events_of(ready_events), std::chrono::milliseconds(overdue_ms),
+                                           std::move(free_bytes));
+           }),
+           py::arg("copier"), py::arg("prefetch_batches"), py::arg("ask_events"), py::arg("ready_events"),
+           py::arg("overdue_ms"), py::arg("free_bytes"))
+      .def("ask", &Lane::ask)
+      .def("wait_until_due", &Lane::wait_until_due, py::arg("batch"), release_gil())
+      .def("put", &Lane::put, py::arg("batch"), py::arg("tensors"), py::arg("stacks"), py::arg("other_bytes"),
+           py::arg("finish"), release_gil())
+      .def("hand_over", &Lane::hand_over, py::arg("batch"), py::arg("tensors"))
+      .def("stop", &Lane::stop)
+      .def_property_readonly("overdue", &Lane::overdue);
+}

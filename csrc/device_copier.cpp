@@ -1,0 +1,270 @@
+#include "device_copier.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "staged_copy.h"
+
+namespace gpuprefetch {
+namespace {
+
+// The copy stream as the standard-library part sees it. Events are handles that Python made to sleep in
+// synchronize(): those that c10 would make itself spin.
+class StreamEngine final : public CopyEngine {
+ public:
+  explicit StreamEngine(c10::Stream stream) : stream_(stream), impl_(stream.device_type()) {}
+
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    const auto size = static_cast<std::int64_t>(bytes);
+    const auto options = at::TensorOptions().dtype(at::kByte);
+    const auto target = at::for_blob(to, {size})
+                            .options(options.device(stream_.device()))
+                            .target_device(stream_.device())  // else it is looked up by a call of the driver
+                            .make_tensor();
+    target.copy_(at::from_blob(const_cast<std::byte*>(from), {size}, options), /*non_blocking=*/true);
+  }
+
+  void record(Event event) override { record_on(stream_, event); }
+  bool query(Event event) override { return impl_.queryEvent(event); }
+  void synchronize(Event event) override { impl_.synchronizeEvent(event); }
+
+  c10::Stream consumer_stream() const { return impl_.getStream(stream_.device()); }
+  void record_on(c10::Stream stream, Event event) const {
+    impl_.record(&event, stream, stream.device_index(), c10::EventFlag::BACKEND_DEFAULT);
+  }
+  void make_wait(c10::Stream stream, Event event) const { impl_.block(event, stream); }
+  void keep_for(c10::Stream stream, const at::Tensor& tensor) const {
+    impl_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  }
+
+  // Under Windows' display driver model commands may sit in a queue of the driver until something asks for them.
+  void flush() const { impl_.queryStream(stream_); }
+
+ private:
+  const c10::Stream stream_;
+  const c10::impl::VirtualGuardImpl impl_;
+};
+
+std::string mebibytes(std::int64_t bytes) {
+  const auto tenths = (bytes * 10 + (1 << 19)) >> 20;
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MiB";
+}
+
+std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  std::int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
+  return bytes;
+}
+
+std::int64_t bytes_of(const std::vector<std::vector<at::Tensor>>& stacks) {
+  std::int64_t bytes = 0;
+  for (const auto& samples : stacks) bytes += bytes_of(samples);
+  return bytes;
+}
+
+const std::byte* address_of(const at::Tensor& tensor) { return static_cast<const std::byte*>(tensor.const_data_ptr()); }
+
+// Runs a step that calls the driver. Its failure is told with what it was about and what to do.
+template <typename Step>
+auto call_driver(const std::string& what, Step step) {
+  try {
+    return step();
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    throw CopyError(what + " failed: " + error.what_without_backtrace() +
+                    "\nIf an earlier kernel failed, every later call reports its error: run once with "
+                    "CUDA_LAUNCH_BLOCKING=1 to find the kernel, then restart the process.");
+  }
+}
+
+// A tensor whose bytes, in order, are those of `output`: the source itself where it is dense with the same strides.
+at::Tensor dense_like(const at::Tensor& source, const at::Tensor& output) {
+  if (source.is_non_overlapping_and_dense() && source.strides() == output.strides()) return source;
+  auto dense = at::empty_strided(output.sizes(), output.strides(), source.options());
+  return dense.copy_(source);
+}
+
+}  // namespace
+
+bool is_plain(const at::Tensor& tensor) {
+  const auto keys = tensor.key_set().remove(c10::DispatchKey::ADInplaceOrView) - c10::autograd_dispatch_keyset -
+                    c10::autocast_dispatch_keyset;
+  return keys == c10::DispatchKeySet(c10::DispatchKey::CPU) && !tensor.requires_grad() &&
+         at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                          static_cast<std::size_t>(tensor.storage_offset())) <=
+             tensor.storage().nbytes();
+}
+
+bool can_gather(const std::vector<at::Tensor>& samples) {
+  for (const auto& sample : samples) {
+    if (!is_plain(sample) || !sample.is_contiguous() || sample.sizes() != samples.front().sizes() ||
+        sample.scalar_type() != samples.front().scalar_type()) {
+      return false;
+    }
+  }
+  return !samples.empty();
+}
+
+void DeviceCopier::set_ring(std::uintptr_t memory, std::size_t piece_bytes, const std::vector<Event>& events) {
+  std::unique_lock<std::shared_mutex> lock(ring_mutex_);
+  if (ring_) {
+    StreamEngine engine(stream_);
+    call_driver("waiting for copies out of pinned memory", [&] { ring_->drain(engine); });
+  }
+  ring_ = events.empty() ? nullptr
+                         : std::make_unique<PinnedRing>(reinterpret_cast<std::byte*>(memory), piece_bytes, events);
+}
+
+Lane::Lane(std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches, std::vector<Event> ask_events,
+           std::vector<Event> ready_events, std::chrono::milliseconds overdue_after,
+           std::function<std::int64_t()> free_bytes)
+    : copier_(std::move(copier)),
+      ready_events_(std::move(ready_events)),
+      free_bytes_(std::move(free_bytes)),
+      hold_back_(prefetch_batches, std::move(ask_events), overdue_after) {}
+
+void Lane::ask() {
+  const StreamEngine engine(copier_->stream_);
+  call_driver("recording the consumer's progress",
+              [&] { engine.record_on(engine.consumer_stream(), hold_back_.begin_ask()); });
+  hold_back_.end_ask();
+}
+
+bool Lane::wait_for_room(std::int64_t batch, std::int64_t bytes, CopyEngine& engine) {
+  const auto room = hold_back_.wait_for_room(batch, bytes, engine);
+  if (room == HoldBack::Room::kOverdue) overdue_.store(true, std::memory_order_relaxed);
+  if (room == HoldBack::Room::kFree && hold_back_.grows(batch) && free_bytes_() < bytes) {
+    return hold_back_.wait_for_memory(batch, engine);
+  }
+  return room != HoldBack::Room::kStopped;
+}
+
+bool Lane::wait_until_due(std::int64_t batch) {
+  StreamEngine engine(copier_->stream_);
+  return call_driver("waiting for the device's progress", [&] { return hold_back_.wait_until_due(batch, engine); });
+}
+
+std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const std::vector<at::Tensor>& tensors,
+                                                 const std::vector<std::vector<at::Tensor>>& stacks,
+                                                 std::int64_t other_bytes, bool finish) {
+  // Before anything that others share is taken: a consumer that pauses may pause for ever.
+  const Sources sources{tensors, stacks};
+  const std::int64_t bytes = bytes_of(tensors) + bytes_of(stacks);
+  StreamEngine engine(copier_->stream_);
+  if (!call_driver("waiting for the device's progress",
+                   [&] { return wait_for_room(batch, bytes + other_bytes, engine); })) {
+    return std::nullopt;
+  }
+
+  const c10::StreamGuard on_copy_stream(copier_->stream_);
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const auto subject =
+      "batch " + std::to_string(batch) + " (" + mebibytes(bytes) + ") to " + copier_->stream_.device().str();
+  std::vector<at::Tensor> outputs;
+  try {
+    try {
+      outputs = call_driver("allocating memory for " + subject, [&] { return allocate(sources); });
+    } catch (const c10::OutOfMemoryError&) {
+      if (!wait_until_due(batch)) return std::nullopt;
+      outputs = call_driver("allocating memory for " + subject, [&] { return allocate(sources); });
+    }
+  } catch (const c10::OutOfMemoryError& error) {
+    throw OutOfDeviceMemory("no memory to copy " + subject +
+                            ", even with nothing prefetched: " + error.what_without_backtrace() +
+                            "\nThe loop needs room for one batch more than it holds: use a smaller batch, or free "
+                            "memory on the device.");
+  }
+  hold_back_.took_memory(batch);
+  call_driver("copying " + subject, [&] { copy(sources, outputs, ready(batch), finish); });
+  return outputs;
+}
+
+void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors) {
+  const StreamEngine engine(copier_->stream_);
+  call_driver("handing batch " + std::to_string(batch) + " over", [&] {
+    const auto stream = engine.consumer_stream();
+    engine.make_wait(stream, ready(batch));
+    for (const auto& tensor : tensors) {
+      if (tensor.device() == stream.device()) engine.keep_for(stream, tensor);
+    }
+  });
+}
+
+std::vector<at::Tensor> Lane::allocate(const Sources& sources) const {
+  const auto device = copier_->stream_.device();
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(sources.tensors.size() + sources.stacks.size());
+  for (const auto& tensor : sources.tensors) {
+    outputs.push_back(at::empty_like(tensor, tensor.options().device(device), at::MemoryFormat::Preserve));
+  }
+  for (const auto& samples : sources.stacks) {
+    auto sizes = samples.front().sizes().vec();
+    sizes.insert(sizes.begin(), static_cast<std::int64_t>(samples.size()));
+    outputs.push_back(at::empty(sizes, samples.front().options().device(device)));
+  }
+  return outputs;
+}
+
+void Lane::copy(const Sources& sources, const std::vector<at::Tensor>& outputs, Event ready, bool finish) {
+  std::vector<at::Tensor> dense;  // keeps what dense_like() made until it has been read
+  std::vector<Destination> staged, direct;
+  const std::shared_lock<std::shared_mutex> lock(copier_->ring_mutex_);
+  const auto add = [&](const at::Tensor& output, std::vector<Extent> extents, bool pinned) {
+    auto& destinations = pinned || !copier_->ring_ ? direct : staged;
+    destinations.push_back({static_cast<std::byte*>(output.mutable_data_ptr()), output.nbytes(), std::move(extents)});
+    finish = finish || pinned;
+  };
+  auto output = outputs.begin();
+  for (const auto& tensor : sources.tensors) {
+    const auto& target = *output++;
+    if (target.nbytes() == 0) continue;
+    dense.push_back(dense_like(tensor, target));
+    add(target, {{address_of(dense.back()), 0, target.nbytes()}}, dense.back().is_pinned());
+  }
+  for (const auto& samples : sources.stacks) {
+    const auto& target = *output++;
+    const auto bytes = samples.front().nbytes();
+    std::vector<Extent> extents;
+    for (const auto& sample : samples) extents.push_back({address_of(sample), extents.size() * bytes, bytes});
+    add(target, std::move(extents), /*pinned=*/false);
+  }
+
+  StreamEngine engine(copier_->stream_);
+  try {
+    for (const auto& destination : direct) {
+      for (const auto& extent : destination.extents) {
+        engine.copy(destination.to + extent.offset, extent.from, extent.bytes);
+      }
+    }
+    if (!staged.empty()) staged_copy(staged, *copier_->ring_, copier_->pool_, engine);
+    engine.record(ready);
+    engine.flush();
+    if (finish) engine.synchronize(ready);
+  } catch (...) {
+    // Copies from pinned sources may be under way, and the caller is free to write to its sources after a throw.
+    try {
+      engine.record(ready);
+      engine.synchronize(ready);
+    } catch (...) {
+      // The device is beyond reach; nothing reads the sources any more.
+    }
+    throw;
+  }
+}
+
+Event Lane::ready(std::int64_t batch) const {
+  return ready_events_[static_cast<std::size_t>(batch) % ready_events_.size()];
+}
+
+}  // namespace gpuprefetch

@@ -1,0 +1,119 @@
+// Host tensors to the device: allocation, staging, order of streams. ATen and c10 only, no CUDA header.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <shared_mutex>
+#include <stdexcept>
+#include <vector>
+
+#include "copy_engine.h"
+#include "hold_back.h"
+#include "memcpy_pool.h"
+#include "pinned_ring.h"
+
+namespace gpuprefetch {
+
+// Every message names the call, its size and a remedy.
+struct CopyError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct OutOfDeviceMemory : CopyError {
+  using CopyError::CopyError;
+};
+
+// True if the tensor is nothing but the bytes that it shows: dense CPU memory, all of it there. Conjugated, negated,
+// zero, quantized and nested tensors answer "cpu" and "strided" too, and copies of their bytes are wrong or crash.
+bool is_plain(const at::Tensor& tensor);
+
+// True if the samples are plain, contiguous, of one shape and dtype: their stack is their bytes one after another.
+bool can_gather(const std::vector<at::Tensor>& samples);
+
+// The copy stream of one device and the pinned ring behind it. One a process and device. All members may be called
+// from any thread.
+class DeviceCopier {
+ public:
+  DeviceCopier(c10::Stream stream, MemcpyPool& pool) : stream_(stream), pool_(pool) {}
+
+  // Replaces the pinned ring, or takes it away (no events): copies then leave from pageable memory. Returns when the
+  // memory of the old one is not used any more. The caller owns the memory and keeps it until the next call.
+  void set_ring(std::uintptr_t memory, std::size_t piece_bytes, const std::vector<Event>& events);
+
+ private:
+  friend class Lane;
+
+  const c10::Stream stream_;
+  MemcpyPool& pool_;
+  std::shared_mutex ring_mutex_;  // shared: a copy through the ring is under way
+  std::unique_ptr<PinnedRing> ring_;
+};
+
+// The way of one epoch's batches to the device and into the consumer's stream. Batches are numbered from 0 in the
+// order in which they are put and asked for.
+//
+// Invariant 2: outputs come from torch's caching allocator on the copy stream, and hand_over() records them on the
+// consumer's stream. Without that record the allocator would give memory that queued kernels still read to the next
+// copy.
+class Lane {
+ public:
+  // `free_bytes`: device memory that nobody has taken; called when batches need more than they had so far.
+  // `ask_events`: HoldBack::events_needed(prefetch_batches) of them. `ready_events`: prefetch_batches + 2. All owned by
+  // the caller, recorded at least once, and kept until the last batch of the lane has been copied and consumed.
+  Lane(std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches, std::vector<Event> ask_events,
+       std::vector<Event> ready_events, std::chrono::milliseconds overdue_after,
+       std::function<std::int64_t()> free_bytes);
+
+  // Consumer: it is about to wait for the next batch. Marks, on the stream current in this thread, the end of its work
+  // on all batches before.
+  void ask();
+
+  // Copier: sleeps until the consumer waits for this batch and has done its work on the others. False if stopped.
+  bool wait_until_due(std::int64_t batch);
+
+  // Copier: the device's copies of plain tensors, strides as `tensor.to(device)` gives them, and then of the stacks of
+  // samples that can_gather() admits. `other_bytes` is what the batch takes on the device besides. Sleeps until there
+  // is room for the batch. At return all sources have been read; with `finish`, or where a source is pinned, all copies
+  // have run. Without memory it waits until the batch is due and tries once more (invariant 11). Nothing if stopped.
+  // Throws CopyError.
+  std::optional<std::vector<at::Tensor>> put(std::int64_t batch, const std::vector<at::Tensor>& tensors,
+                                             const std::vector<std::vector<at::Tensor>>& stacks,
+                                             std::int64_t other_bytes, bool finish);
+
+  // Consumer: makes the stream current in this thread wait for the batch's copy, and the allocator keep the memory of
+  // `tensors` until that stream is through with it. No host wait.
+  void hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors);
+
+  // Ends all waits, now and for ever.
+  void stop() { hold_back_.stop(); }
+
+  // True if a batch was copied although the device had not finished the work that it was held back for; see
+  // HoldBack::Room.
+  bool overdue() const { return overdue_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Sources {
+    const std::vector<at::Tensor>& tensors;
+    const std::vector<std::vector<at::Tensor>>& stacks;
+  };
+
+  bool wait_for_room(std::int64_t batch, std::int64_t bytes, CopyEngine& engine);
+  std::vector<at::Tensor> allocate(const Sources& sources) const;
+  void copy(const Sources& sources, const std::vector<at::Tensor>& outputs, Event ready, bool finish);
+  Event ready(std::int64_t batch) const;
+
+  const std::shared_ptr<DeviceCopier> copier_;
+  const std::vector<Event> ready_events_;
+  const std::function<std::int64_t()> free_bytes_;
+  HoldBack hold_back_;
+  std::atomic<bool> overdue_{false};
+};
+
+}  // namespace gpuprefetch

@@ -1,0 +1,98 @@
+#include "hold_back.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "short_sleep.h"
+
+namespace gpuprefetch {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+// Sleeps an eighth of the time waited so far, so that the end of a wait is seen soon in proportion to its length, and
+// a long wait costs no processor time to speak of. A sleep on the event itself could not be ended by stop().
+class Backoff {
+ public:
+  void sleep() {
+    const auto waited = std::chrono::duration_cast<microseconds>(Clock::now() - start_);
+    short_sleep((std::clamp)(waited / 8, microseconds(50), microseconds(500)));
+  }
+
+ private:
+  const Clock::time_point start_ = Clock::now();
+};
+
+}  // namespace
+
+HoldBack::HoldBack(std::int64_t prefetch_batches, std::vector<Event> events, std::chrono::milliseconds overdue_after)
+    : prefetch_batches_(prefetch_batches),
+      events_(std::move(events)),
+      overdue_after_(overdue_after),
+      bytes_(events_.size()) {}
+
+// Events complete in order, so the first that is not done ends the look. An event that was recorded again for a later
+// batch is done later than the one it stood for: the look errs towards waiting.
+void HoldBack::look(CopyEngine& engine) {
+  const std::int64_t asked = asked_.load(std::memory_order_acquire);
+  while (finished_ + 1 < asked && engine.query(event(finished_ + 1))) ++finished_;
+}
+
+bool HoldBack::has_room(std::int64_t batch) const {
+  if (batch >= 2 && asked_.load(std::memory_order_relaxed) < 2) return false;  // the loop has not gone round yet
+  const std::int64_t lag = batch - prefetch_batches_ - finished_;
+  if (lag <= 0) return true;
+  return lag <= kSmallBatches && bytes_since(finished_, batch) <= kSmallBytes;
+}
+
+bool HoldBack::is_due(std::int64_t batch) const {
+  return asked_.load(std::memory_order_relaxed) > batch && finished_ >= batch;
+}
+
+std::int64_t HoldBack::bytes_since(std::int64_t first, std::int64_t batch) const {
+  const auto slots = static_cast<std::int64_t>(bytes_.size());
+  std::int64_t bytes = 0;
+  for (std::int64_t n = (std::max)({first, batch - slots + 1, std::int64_t{0}}); n <= batch; ++n) {
+    bytes += bytes_[static_cast<std::size_t>(n % slots)];
+  }
+  return bytes;
+}
+
+HoldBack::Room HoldBack::wait_for_room(std::int64_t batch, std::int64_t bytes, CopyEngine& engine) {
+  bytes_[static_cast<std::size_t>(batch) % bytes_.size()] = bytes;
+  Backoff backoff;
+  std::optional<Clock::time_point> due_since;
+  for (;;) {
+    if (stopped()) return Room::kStopped;
+    if (batch > prefetch_batches_) look(engine);
+    if (has_room(batch)) return Room::kFree;
+    if (asked_.load(std::memory_order_relaxed) > batch) {
+      if (!due_since) due_since = Clock::now();
+      if (Clock::now() - *due_since >= overdue_after_) return Room::kOverdue;
+    }
+    backoff.sleep();
+  }
+}
+
+bool HoldBack::wait_for_memory(std::int64_t batch, CopyEngine& engine) {
+  return wait([&] { return !grows(batch) || is_due(batch); }, engine);
+}
+
+bool HoldBack::wait_until_due(std::int64_t batch, CopyEngine& engine) {
+  return wait([&] { return is_due(batch); }, engine);
+}
+
+template <typename Condition>
+bool HoldBack::wait(Condition condition, CopyEngine& engine) {
+  Backoff backoff;
+  for (;;) {
+    if (stopped()) return false;
+    look(engine);
+    if (condition()) return true;
+    backoff.sleep();
+  }
+}
+
+}  // namespace gpuprefetch

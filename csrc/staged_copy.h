@@ -1,0 +1,33 @@
+// One batch from pageable host memory to the device, streamed through the pinned ring. Standard library only.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "copy_engine.h"
+#include "memcpy_pool.h"
+#include "pinned_ring.h"
+
+namespace gpuprefetch {
+
+// Host bytes that belong at `offset` of their destination.
+struct Extent {
+  const std::byte* from;
+  std::size_t offset;
+  std::size_t bytes;
+};
+
+// A run of device memory and the host bytes it is made of: extents in ascending order, not overlapping. Bytes that no
+// extent covers are left undefined.
+struct Destination {
+  std::byte* to;
+  std::size_t bytes;
+  std::vector<Extent> extents;
+};
+
+// Queues the copies of all destinations. At return every source has been read; the copies may still be under way.
+// While one piece is on the bus the pool fills others; pieces are filled independently and submitted in order.
+// An exception of the engine leaves the ring whole: no piece is lost and no thread still reads a source.
+void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring, MemcpyPool& pool, CopyEngine& engine);
+
+}  // namespace gpuprefetch
