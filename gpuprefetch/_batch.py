@@ -1,0 +1,253 @@
+"""What a batch is made of: find what moves to a device, put the moved things in its place.
+
+``torch.utils._pytree`` takes subclasses of dict and list, dataclasses and mappings for leaves; batches are made of
+them.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import dataclasses
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence
+from typing import Any
+
+import numpy
+import torch
+
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # told at a glance: lists of numbers can be long
+
+
+@dataclasses.dataclass(eq=False)
+class Stack:
+    """What ``torch.stack(samples)`` would be: plain, contiguous tensors of one shape and dtype, at least one."""
+
+    samples: list[torch.Tensor]
+
+
+def leaves(batch: Any, skip_keys: Collection[Any] = ()) -> list[Any]:
+    """The tensors of a batch and its objects that move themselves, each once, in order."""
+    found: dict[int, Any] = {}
+    _collect(batch, skip_keys, found)
+    return list(found.values())
+
+
+def replace(batch: Any, moved: Mapping[int, Any], skip_keys: Collection[Any] = ()) -> Any:
+    """The batch with ``moved[id(leaf)]`` in place of each leaf, for all of ``leaves(batch)``, which must be alive.
+
+    Containers keep their type and are new where something in them changed; the caller's are left as they are.
+    """
+    if id(batch) in moved:
+        return moved[id(batch)]
+    changes = {}
+    for key, child in _children(batch, skip_keys):
+        if type(child) in _ATOMS:
+            continue
+        if _is_leaf(child) and id(child) not in moved:
+            return _unchanged(batch)  # it makes its values anew each time it is asked
+        new = replace(child, moved, skip_keys)
+        if new is not child:
+            changes[key] = new
+    return _with(batch, changes) if changes else batch
+
+
+def moves_itself(value: Any) -> bool:
+    """True for an object, not a tensor, with a ``to(device, ...)`` of its own.
+
+    A module is not taken for one: its ``to`` moves it in place, and whoever puts a module into a batch wants it where
+    it is. Nor is an object whose ``to`` takes something else, such as a unit.
+    """
+    kind: Any = type(value)
+    return _type_moves_itself(kind)
+
+
+def move(value: Any, device: torch.device, **options: Any) -> Any:
+    """``value.to(device, **options)``, without the options that the object's own ``to`` does not know."""
+    if not isinstance(value, torch.Tensor):
+        kind: Any = type(value)
+        options = {name: option for name, option in options.items() if _accepts(kind, name)}
+    return value.to(device, **options)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that a leaf holds its memory through: strided ones, with a storage of their own.
+
+    Looks into sparse tensors, wrapper subclasses and the attributes of objects. Empty for an opaque object.
+    """
+    found: dict[int, torch.Tensor] = {}
+    _collect_memory(value, found, set())
+    return list(found.values())
+
+
+def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any]) -> None:
+    if _is_leaf(value):
+        found.setdefault(id(value), value)
+        return
+    for _, child in _children(value, skip_keys):
+        if type(child) not in _ATOMS:
+            _collect(child, skip_keys, found)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, Stack)) or moves_itself(value)
+
+
+def _children(value: Any, skip_keys: Collection[Any]) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, (str, bytes, bytearray, array.array, numpy.ndarray)):
+        return
+    if isinstance(value, Mapping):
+        for key in value:
+            if not skip_keys or key not in skip_keys:
+                yield key, value[key]
+    elif isinstance(value, (list, tuple, MutableSequence)):
+        yield from enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                yield field.name, getattr(value, field.name)
+
+
+def _with(value: Any, changes: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return {**value, **changes}
+    if type(value) is list:
+        return [changes.get(i, child) for i, child in enumerate(value)]
+    if isinstance(value, tuple):
+        return _tuple_with(value, [changes.get(i, child) for i, child in enumerate(value)])
+    if isinstance(value, (MutableMapping, MutableSequence)):
+        return _container_with(value, changes)
+    if isinstance(value, types.MappingProxyType):
+        return types.MappingProxyType({**value, **changes})
+    if isinstance(value, Mapping):
+        return _unchanged(value)
+    return _dataclass_with(value, changes)
+
+
+def _tuple_with(value: tuple[Any, ...], children: list[Any]) -> Any:
+    try:
+        new = tuple.__new__(type(value), children)  # past a namedtuple's own __new__, which takes fields
+    except TypeError:
+        return type(value)(children)  # the tuples of torch.return_types
+    if hasattr(value, "__dict__"):
+        new.__dict__.update(value.__dict__)
+    return new
+
+
+def _container_with(value: Any, changes: dict[Any, Any]) -> Any:
+    try:
+        new = copy.copy(value)
+    except Exception:
+        return _unchanged(value)
+    if getattr(value, "__dict__", None) is value:  # its items are its attributes
+        new.__dict__ = new
+    for key, child in changes.items():
+        old = value[key]
+        new[key] = child
+        if value[key] is not old:  # the copy shares its content with the original, which is the caller's
+            value[key] = old
+            return _unchanged(value)
+    return new
+
+
+def _dataclass_with(value: Any, changes: dict[str, Any]) -> Any:
+    try:
+        new = copy.copy(value)  # not the constructor: it may compute, check or lack fields
+    except Exception:
+        return _unchanged(value)
+    for name, child in changes.items():
+        object.__setattr__(new, name, child)  # frozen ones too
+    return new
+
+
+def _unchanged(value: Any) -> Any:
+    kind: Any = type(value)
+    _warn_unchanged(kind)
+    return value
+
+
+@functools.cache
+def _warn_unchanged(kind: Any) -> None:
+    warnings.warn(
+        f"gpuprefetch can't rebuild a {kind.__module__}.{kind.__qualname__} with its tensors moved, so it is handed "
+        "over as it is; give the class a to(device, non_blocking=False) method",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _type_moves_itself(kind: Any) -> bool:
+    if not callable(getattr(kind, "to", None)) or issubclass(kind, (torch.nn.Module, numpy.ndarray, torch.Tensor)):
+        return False
+    if hasattr(kind, "pin_memory") or hasattr(kind, "record_stream"):
+        return True
+    parameters = _parameters(kind)[1:]  # without self
+    return bool(parameters) and (parameters[0].name == "device" or parameters[0].kind is parameters[0].VAR_POSITIONAL)
+
+
+def _accepts(kind: Any, name: str) -> bool:
+    parameters = _parameters(kind)
+    return not parameters or any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+@functools.cache
+def _parameters(kind: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(kind.to).parameters.values())
+    except (TypeError, ValueError):  # compiled, without a signature
+        return []
+
+
+def _collect_memory(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        for part in _parts(value):
+            if _has_storage(part):
+                found.setdefault(id(part), part)
+            else:
+                _collect_attributes(part, found, seen)
+        return
+    for _, child in _children(value, ()):
+        _collect_memory(child, found, seen)
+    if moves_itself(value):  # not any object: a reference to a model or a logger is no part of a batch
+        _collect_attributes(value, found, seen)
+
+
+def _collect_attributes(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    for attribute in getattr(value, "__dict__", {}).values():
+        _collect_memory(attribute, found, seen)
+    for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
+        if hasattr(value, name):
+            _collect_memory(getattr(value, name), found, seen)
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass has no memory of its own
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        return [tensor]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage().data_ptr() != 0
+        except (RuntimeError, NotImplementedError):  # a wrapper subclass
+            return False

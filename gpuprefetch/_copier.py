@@ -1,0 +1,171 @@
+"""The copy stream, pinned ring and events of one CUDA device, shared by all objects of the process."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import sys
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpuprefetch._environment import relaxed_capture_mode
+from gpuprefetch._extension import extension
+
+if TYPE_CHECKING:
+    from gpuprefetch import _C
+
+DEFAULT_PINNED_BYTES = 64 << 20
+_LEAST_PINNED_BYTES = 1 << 20
+_PIECE_BYTES = 2 << 20
+_LEAST_PIECES = 8
+
+_copiers: dict[torch.device, Copier] = {}
+_lock = threading.RLock()  # re-entrant: a collection may close a Share at any allocation
+
+
+class Copier:
+    """What one device's copies share.
+
+    One copy stream for all: the allocator keeps free memory for each stream apart, so a stream an object or an epoch
+    would make reserved memory grow. From the high-priority pool, since torch hands pool streams out in turn and one
+    from the usual pool may be the user's too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.native: _C.DeviceCopier = extension().DeviceCopier(self.stream)
+        self._events: list[torch.cuda.Event] = []
+        self._shares: dict[int, int] = {}
+        self._pinned_bytes: int | None = None
+        self._ring: torch.Tensor | None = None
+        self._ring_events: list[torch.cuda.Event] = []
+        self._handed_over: collections.deque[weakref.ref[torch.Tensor]] = collections.deque(maxlen=256)
+
+    @classmethod
+    def of(cls, device: torch.device) -> Copier:
+        """The device's one copier."""
+        with _lock, relaxed_capture_mode(), torch.cuda.device(device):
+            if device not in _copiers:
+                _copiers[device] = cls(device)
+            return _copiers[device]
+
+    def take_events(self, count: int) -> list[torch.cuda.Event]:
+        """Events on which a wait sleeps. Give them back when nothing waits for them any more."""
+        events = []
+        for _ in range(count):
+            try:
+                events.append(self._events.pop())
+            except IndexError:
+                event = torch.cuda.Event(blocking=True)
+                event.record(self.stream)  # makes the handle
+                events.append(event)
+        return events
+
+    def give_events(self, events: list[torch.cuda.Event]) -> None:
+        self._events += events
+
+    def remember(self, tensors: list[torch.Tensor]) -> None:
+        """These are the consumer's from now on."""
+        self._handed_over += map(weakref.ref, tensors)
+
+    def open(self, key: int, pinned_bytes: int) -> None:
+        with _lock:
+            self._shares[key] = pinned_bytes
+            self._fit_ring()
+
+    def close(self, key: int) -> None:
+        with _lock:
+            if self._shares.pop(key, None) is not None:
+                self._fit_ring()
+
+    def close_all(self) -> None:
+        with _lock:
+            self._shares.clear()
+            self._fit_ring()
+        try:
+            self.stream.query()
+        except RuntimeError:
+            # Freeing a tensor that was recorded on a stream calls the driver, and a refusal there ends the process by
+            # abort: instead of the error that broke the device, that would be the last word.
+            _leak(*(tensor for ref in self._handed_over if (tensor := ref()) is not None))
+
+    def _fit_ring(self) -> None:
+        # A loop: a collection on the way may close another share.
+        while (wanted := max(self._shares.values(), default=None)) != self._pinned_bytes:
+            self._pinned_bytes = wanted
+            with relaxed_capture_mode(), torch.cuda.device(self.device):
+                self._drop_ring()
+                if wanted is not None:
+                    self._make_ring(wanted)
+
+    def _drop_ring(self) -> None:
+        if self._ring is None:
+            return
+        ring, events = self._ring, self._ring_events
+        self._ring, self._ring_events = None, []
+        try:
+            self.native.set_ring(0, 0, [])
+        except RuntimeError:
+            _leak(ring, *events)  # the device is beyond reach, and may still use them
+            return
+        self.give_events(events)
+        del ring
+        self.stream.synchronize()  # the allocator waits for it before it counts the memory as free
+        if hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()
+
+    def _make_ring(self, pinned_bytes: int) -> None:
+        size = 1 << max(pinned_bytes.bit_length() - 1, 0)
+        reason = f"pinned_bytes={pinned_bytes} is below {_LEAST_PINNED_BYTES}"
+        while size >= _LEAST_PINNED_BYTES and self._ring is None:
+            try:
+                self._ring = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                if sys.platform == "win32":  # there one refusal makes later ones fail as well
+                    break
+                size //= 2
+        if self._ring is None:
+            warnings.warn(
+                f"no pinned memory for copies to {self.device} ({reason}): they leave from pageable memory, several "
+                "times slower. Free pinned memory, or raise pinned_bytes or the memory limit",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        piece = min(_PIECE_BYTES, size // _LEAST_PIECES)
+        self._ring_events = self.take_events(size // piece)
+        self.native.set_ring(self._ring.data_ptr(), piece, [event.cuda_event for event in self._ring_events])
+
+
+class Share:
+    """One open object's part in its device's copier. The last one to close gives the pinned memory back."""
+
+    def __init__(self, copier: Copier, pinned_bytes: int) -> None:
+        self.copier = copier
+        self._pid = os.getpid()
+        copier.open(id(self), pinned_bytes)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has neither the threads nor the device
+            self.copier.close(id(self))
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _leak(*things: object) -> None:
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def close_all() -> None:
+    """Gives all pinned memory back, while the driver is still there. At exit only."""
+    for copier in list(_copiers.values()):
+        copier.close_all()

@@ -1,0 +1,186 @@
+"""How a batch gets to a CUDA device: ahead of time, on the copy stream."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpuprefetch import _batch, _unrecorded
+from gpuprefetch._copier import Copier
+from gpuprefetch._environment import relaxed_capture_mode
+from gpuprefetch._extension import extension
+from gpuprefetch._gather import gathering
+from gpuprefetch._record import Record, Stopped
+
+if TYPE_CHECKING:
+    from gpuprefetch import _C
+
+OVERDUE_SECONDS = 30.0
+
+# Other libraries' `to` may keep marks in module state while it copies.
+_foreign = threading.RLock()
+
+
+class CopyLane:
+    """Plain tensors go as bytes through the pinned ring, all in one call; everything else by its own ``to``."""
+
+    copies_beside = True
+
+    def __init__(self, copier: Copier, prefetch_batches: int, skip_keys: Collection[Any]) -> None:
+        self._copier = copier
+        self._skip_keys = skip_keys
+        self._is_plain = extension().is_plain
+        self._warned_overdue = False
+        self._consumer_copies = _unrecorded.ConsumerCopies(skip_keys) if _unrecorded.needed() else None
+        asks = extension().ask_events_needed(prefetch_batches)
+        with relaxed_capture_mode():
+            self._events = copier.take_events(asks + prefetch_batches + 2)
+        handles = [event.cuda_event for event in self._events]
+        self._native: _C.Lane = extension().Lane(
+            copier.native,
+            prefetch_batches,
+            handles[:asks],
+            handles[asks:],
+            int(OVERDUE_SECONDS * 1000),
+            functools.partial(_free_bytes, copier.device),
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_native"):
+            self._copier.give_events(self._events)
+
+    def collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return gathering(collate, extension().can_gather)
+
+    def prepare(self, record: Record) -> None:
+        others = []
+        record.leaves = _batch.leaves(record.batch, self._skip_keys)
+        for leaf in record.leaves:
+            if type(leaf) is torch.Tensor and self._is_plain(leaf):
+                record.plain.append(leaf)
+            elif isinstance(leaf, _batch.Stack):
+                record.stacks.append(leaf)
+            else:
+                others.append(leaf)
+        if others:
+            self._move(record, others)
+
+    def copy(self, record: Record) -> None:
+        stacks = [stack.samples for stack in record.stacks]
+        outputs = self._native.put(record.number, record.plain, stacks, record.other_bytes, record.finish)
+        if outputs is None:
+            raise Stopped
+        if self._native.overdue and not self._warned_overdue:
+            self._warned_overdue = True
+            warnings.warn(
+                f"the device has not finished the steps that batch {record.number} was held back for within "
+                f"{OVERDUE_SECONDS:.0f} s; it was copied all the same, and more batches than usual are in memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        record.outputs = outputs
+        record.held += outputs
+
+    def assemble(self, record: Record) -> None:
+        if record.late:
+            return  # by hand_over(), once they have moved
+        record.moved.update(zip(map(id, [*record.plain, *record.stacks]), record.outputs, strict=True))
+        record.batch = _batch.replace(record.batch, record.moved, self._skip_keys)
+        record.leaves, record.plain, record.outputs, record.moved = (
+            [],
+            [],
+            [],
+            {},
+        )  # the loader's batch is in use no longer
+
+    def ask(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the next batch was asked for while the current stream captures a CUDA graph: call next() outside the "
+                "capture and copy the batch into the graph's static input"
+            )
+        self._native.ask()
+
+    def hand_over(self, record: Record) -> Any:
+        self._native.hand_over(record.number, record.held)
+        self._copier.remember(record.held)
+        if record.loaded is None and not record.recorders and not record.late and self._consumer_copies is None:
+            return record.batch
+        stream = torch.cuda.current_stream(self._copier.device)
+        if record.loaded is not None:
+            stream.wait_event(record.loaded)
+        with _foreign:
+            for recorder in record.recorders:
+                recorder.record_stream(stream)
+            for leaf in record.late:
+                record.moved[id(leaf)] = _batch.move(leaf, self._copier.device, non_blocking=True)
+        if record.late:
+            record.late = []
+            self.assemble(record)
+        return record.batch if self._consumer_copies is None else self._consumer_copies.own(record, stream)
+
+    def wait_until_due(self, number: int) -> None:
+        if not self._native.wait_until_due(number):
+            raise Stopped
+
+    def stop(self) -> None:
+        self._native.stop()
+
+    def _move(self, record: Record, leaves: list[Any]) -> None:
+        """Moves leaves by their own ``to`` on the copy stream; the copies may still be under way at return."""
+        device = self._copier.device
+        memory = {id(leaf): _batch.tensors_in(leaf) for leaf in leaves}
+        tensors = [tensor for leaf in leaves for tensor in memory[id(leaf)]]
+        record.other_bytes = sum(t.numel() * t.element_size() for t in tensors if t.device != device)
+        if any(tensor.is_cuda for tensor in tensors):  # made by the dataset's own GPU work
+            record.loaded = torch.cuda.Event()
+            record.loaded.record(torch.cuda.current_stream(device))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device == device:
+                record.held += memory[id(leaf)]
+                record.moved[id(leaf)] = leaf
+            else:
+                self._move_one(record, leaf, memory[id(leaf)])
+
+    def _move_one(self, record: Record, leaf: Any, memory: list[torch.Tensor]) -> None:
+        if self._consumer_copies is not None and not isinstance(leaf, torch.Tensor):
+            record.late.append(leaf)
+            return
+        record.finish = True  # a pinned tensor's own `to` does not wait for its bytes to be read
+        stream = self._copier.stream
+        if record.loaded is not None and any(tensor.is_cuda for tensor in memory):
+            stream.wait_event(record.loaded)
+        with _foreign, torch.cuda.stream(stream):
+            moved = _batch.move(_pinned(leaf, memory), self._copier.device, non_blocking=True)
+        if not isinstance(leaf, torch.Tensor) and hasattr(moved, "record_stream"):
+            record.recorders.append(moved)
+        elif parts := _batch.tensors_in(moved):
+            record.held += parts
+        else:
+            # Nothing in sight to record a stream on, so its memory would not be safe on the consumer's. It moves there,
+            # at the hand-over.
+            record.late.append(leaf)
+            return
+        record.moved[id(leaf)] = moved
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Device memory that is free for the taking: neither in use nor in the allocator's cache, which is the loop's."""
+    free, total = torch.cuda.mem_get_info(device)
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
+        free = min(free, int(allowed) - torch.cuda.memory_reserved(device))
+    return free
+
+
+def _pinned(leaf: Any, memory: list[torch.Tensor]) -> Any:
+    if isinstance(leaf, torch.Tensor) or not callable(getattr(leaf, "pin_memory", None)):
+        return leaf
+    if any(tensor.device.type != "cpu" for tensor in memory):
+        return leaf
+    return leaf.pin_memory()

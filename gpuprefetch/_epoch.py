@@ -1,0 +1,318 @@
+"""One pass over the loader: from the loader's iterator to the consumer's ``next()``.
+
+Records travel one way. With a loader thread:
+
+    permits -> [load, prepare, copy, assemble] -> ready -> hand over
+                      loader thread                        consumer
+
+Without one, loading and all other code of the user's stays on the consumer's thread:
+
+    load, prepare -> [copy] -> ready -> load the next one, assemble, hand over
+       consumer    copier thread                    consumer
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+
+from gpuprefetch import _threads
+from gpuprefetch._environment import Environment
+from gpuprefetch._lanes import Lane
+from gpuprefetch._record import Record, Stopped
+from gpuprefetch._source import Source
+
+# On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices.
+_SLICE_SECONDS = 0.1
+
+
+class Epoch(abc.ABC):
+    """What both ways have in common: the queue of ready records and the consumer's side.
+
+    Queues are SimpleQueues: stop() may be called by a finalizer, at any point of any thread, and their put() is
+    re-entrant.
+    """
+
+    def __init__(self, source: Source, lane: Lane, timeout: float) -> None:
+        self._source = source
+        self._lane = lane
+        self._timeout = timeout
+        self._ready: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._stopped = False
+        self._asked = False  # the lane knows of the batch that is waited for
+        self._timed_out = False
+        self._worker: _threads.Worker | None = None
+
+    def take(self) -> Any:
+        """The next batch. After the end, an error or stop(): StopIteration."""
+        if self._stopped:
+            raise StopIteration
+        if not self._asked:
+            self._lane.ask()
+            self._asked = True
+        self._timed_out = False
+        try:
+            record = self._next_record()
+            self._asked = False
+            if not record.final:
+                return self._lane.hand_over(record)
+        except BaseException as error:
+            if not self._timed_out:  # after a time-out the batch may still come
+                self.stop()
+            if isinstance(error, StopIteration):
+                raise _not_the_end(error) from error
+            raise
+        self.stop()
+        if record.error is None or isinstance(record.error, Stopped):
+            raise StopIteration
+        raised, record.error = record.error, None  # frames in its traceback hold the record
+        try:
+            raise raised
+        finally:
+            del raised
+
+    def stop(self) -> None:
+        """Tells everything to end. Waits for nothing; may be called from any thread and by a finalizer."""
+        self._stopped = True
+        self._lane.stop()
+        self._ready.put(Record(-1, ended=True))  # wakes a consumer that waits in another thread
+
+    def close(self, deadline: float | None = None) -> None:
+        """Ends the epoch and its thread, and drops the batches that were ready.
+
+        ``deadline``, on the monotonic clock, is for a thread that is inside the user's code; by default 2 s from now.
+        """
+        self.stop()
+        if self._worker is not None:
+            self._worker.end(_threads.deadline() if deadline is None else deadline)
+        while True:
+            try:
+                self._ready.get_nowait()
+            except queue.Empty:
+                return
+
+    @abc.abstractmethod
+    def _next_record(self) -> Record:
+        """The next record, copied."""
+
+    def _wait(self) -> Record:
+        try:
+            return self._ready.get_nowait()
+        except queue.Empty:
+            pass
+        started = time.monotonic()
+        while True:
+            try:
+                return self._ready.get(timeout=_SLICE_SECONDS)
+            except queue.Empty:
+                pass
+            if self._stopped:
+                return Record(-1, ended=True)
+            assert self._worker is not None
+            thread = self._worker.thread
+            if not thread.is_alive() and self._ready.empty():
+                raise RuntimeError(f"thread {thread.name!r} is gone; was the process forked during an epoch?")
+            if self._timeout and time.monotonic() - started > self._timeout:
+                self._timed_out = True
+                raise TimeoutError(
+                    f"no batch within timeout={self._timeout} s; thread {thread.name!r} stands at:\n"
+                    f"{_threads.stack_of(thread)}"
+                )
+
+    def _load(self, number: int) -> Record:
+        """Loads the next batch, on whatever thread this is, and finds out what of it has to move."""
+        record = Record(number)
+        try:
+            record.batch = next(self._source)
+        except StopIteration:
+            record.ended = True
+        except BaseException as error:
+            self._fail(record, error)
+        return record
+
+    def _prepared(self, record: Record) -> bool:
+        """prepare(), or False where the device had no memory for it."""
+        try:
+            self._lane.prepare(record)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _fail(self, record: Record, error: BaseException) -> None:
+        if isinstance(error, StopIteration):
+            error = _not_the_end(error)
+        record.error = error
+        record.batch = None
+        if hasattr(error, "add_note"):
+            with contextlib.suppress(Exception):  # a class of the user's may have other ideas of its notes
+                error.add_note(self._note(record.number))
+
+    def _note(self, number: int) -> str:
+        return f"gpuprefetch: at batch {number}, in thread {threading.current_thread().name!r}"
+
+
+def _not_the_end(error: StopIteration) -> RuntimeError:
+    """What is raised instead of a StopIteration that does not come from the loader's own end."""
+    told = RuntimeError("an object in the batch raised StopIteration")
+    told.__cause__ = error
+    return told
+
+
+class LoaderThreadEpoch(Epoch):
+    """num_threads=1: loads on a thread of its own, at most ``prefetch_batches`` ahead of the consumer."""
+
+    def __init__(
+        self, source: Source, lane: Lane, timeout: float, environment: Environment, prefetch_batches: int
+    ) -> None:
+        super().__init__(source, lane, timeout)
+        self._environment = environment
+        self._prefetch_batches = prefetch_batches
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a batch that the consumer took
+        self._worker = _threads.Worker("loader", self._run, self.stop)
+
+    def stop(self) -> None:
+        super().stop()
+        self._permits.put(None)
+
+    def _next_record(self) -> Record:
+        record = self._wait()
+        self._permits.put(None)  # only now: a woken loader thread competes for the GIL
+        return record
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            with self._environment.entered():
+                try:
+                    for number in itertools.count():
+                        if number >= self._prefetch_batches:
+                            self._permits.get()
+                        if self._stopped:
+                            return
+                        record = self._make(number)
+                        if self._stopped:
+                            return
+                        self._ready.put(record)
+                        if record.final:
+                            return
+                        del record
+                finally:
+                    self._source.close()
+        except BaseException as error:
+            if self._stopped:
+                raise
+            record = Record(number)
+            self._fail(record, error)
+            self._ready.put(record)
+
+    def _make(self, number: int) -> Record:
+        record = self._load(number)
+        if record.final:
+            return record
+        try:
+            if not self._prepared(record):
+                self._lane.wait_until_due(number)
+                record = Record(number, record.batch)
+                self._lane.prepare(record)
+            self._lane.copy(record)
+            self._lane.assemble(record)
+        except BaseException as error:
+            self._fail(record, error)
+        return record
+
+    def _note(self, number: int) -> str:
+        return super()._note(number) + "; num_threads=0 runs the dataset on the calling thread"
+
+
+class CallingThreadEpoch(Epoch):
+    """num_threads=0: loads inside take(). Where copies can run beside, one batch ahead, with a thread that copies."""
+
+    def __init__(self, source: Source, lane: Lane, timeout: float, environment: Environment) -> None:
+        super().__init__(source, lane, timeout)
+        self._environment = environment
+        self._numbers = itertools.count()
+        self._unprepared: Record | None = None
+        self._loaded_ahead = False
+        self._jobs: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        if lane.copies_beside:
+            self._worker = _threads.Worker("copier", self._run, self.stop)
+
+    def stop(self) -> None:
+        super().stop()
+        self._jobs.put(None)
+
+    def close(self, deadline: float | None = None) -> None:
+        super().close(deadline)
+        self._source.close()
+
+    def _next_record(self) -> Record:
+        if not self._loaded_ahead:
+            self._load_ahead()
+        self._prepare_late()
+        record = self._wait()
+        self._loaded_ahead = False
+        if self._lane.copies_beside and not record.final:
+            self._load_ahead()
+        if not record.final:
+            self._lane.assemble(record)
+        return record
+
+    def _load_ahead(self) -> None:
+        record = self._load(next(self._numbers))
+        if isinstance(record.error, KeyboardInterrupt):
+            raise record.error  # it is the caller that is interrupted, and not at that batch
+        self._loaded_ahead = True
+        if record.final:
+            self._submit(record)
+            return
+        try:
+            prepared = self._prepared(record)
+        except Exception as error:
+            self._fail(record, error)
+            prepared = True
+        if prepared:
+            self._submit(record)
+        else:
+            self._unprepared = Record(record.number, record.batch)
+
+    def _prepare_late(self) -> None:
+        """Prepares a batch that found no memory while it was ahead: now it is due."""
+        if self._unprepared is None:
+            return
+        record, self._unprepared = self._unprepared, None
+        try:
+            self._lane.wait_until_due(record.number)
+            self._lane.prepare(record)
+        except Exception as error:
+            self._fail(record, error)
+        self._submit(record)
+
+    def _submit(self, record: Record) -> None:
+        if self._worker is not None:
+            self._jobs.put(record)
+        else:
+            self._copy(record)
+
+    def _copy(self, record: Record) -> None:
+        if not record.final:
+            try:
+                self._lane.copy(record)
+            except BaseException as error:
+                self._fail(record, error)
+        self._ready.put(record)
+
+    def _run(self) -> None:
+        try:
+            with self._environment.entered():
+                while (record := self._jobs.get()) is not None and not self._stopped:
+                    self._copy(record)
+                    del record
+        except BaseException as error:  # of the environment: copies fail into their records
+            self._ready.put(Record(0, error=error))

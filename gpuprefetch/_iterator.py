@@ -1,0 +1,320 @@
+"""The public class: arguments, forwarding, and the beginning and end of epochs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import numbers
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from gpuprefetch import _threads
+from gpuprefetch._copier import DEFAULT_PINNED_BYTES, Copier, Share
+from gpuprefetch._copy_lane import CopyLane
+from gpuprefetch._environment import Environment, driver_library
+from gpuprefetch._epoch import CallingThreadEpoch, Epoch, LoaderThreadEpoch
+from gpuprefetch._lanes import HostLane, Lane, ToLane
+from gpuprefetch._source import Source
+
+
+class PrefetchIterator:
+    """Wraps a loader so that loading, copying to the device and computing overlap, in one process.
+
+    Gives the loader's batches, each once, in order, bit for bit, on ``device``::
+
+        for images, labels in PrefetchIterator(loader, device="cuda"):
+            ...
+
+    Iterating it starts an epoch, again and again, as with a DataLoader. ``next(p)`` draws from an epoch of the
+    object's own, which ``iter(p)`` ends. Attributes that are not its own are the loader's.
+
+    Args:
+        loader: any iterable of batches, usually a ``torch.utils.data.DataLoader`` with ``num_workers=0``. Batches
+            are any nesting of dicts and other mappings, lists, tuples, namedtuples and dataclasses; tensors in them
+            move, objects with a ``to(device)`` of their own move themselves, everything else passes through as it
+            is (numpy arrays too: use ``torch.from_numpy``).
+        device: where batches go. None takes the current accelerator, or the CPU where there is none. ``"cpu"`` loads
+            ahead and copies nothing. CUDA devices get copies on a stream of their own; others a plain ``.to``.
+        prefetch_batches: batches kept ready ahead of the consumer, at least 1. Device memory in use is at most
+            ``prefetch_batches + 2`` batches, or 64 MiB of small ones, beyond what the loop itself holds.
+        num_threads: 1 loads on a thread of its own. 0 loads on the calling thread, inside ``next()``, for datasets
+            that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead.
+        skip_keys: keys of mappings, at any depth, whose values stay as they are.
+        pinned_bytes: the most pinned host memory, in bytes, that copies to this device stream through, however large
+            a batch is; rounded down to a power of two. One ring serves all objects of the process: the largest value
+            among the open ones counts. Default 64 MiB; below 1 MiB copies leave from pageable memory.
+        timeout: seconds that ``next()`` waits for a batch before it raises TimeoutError. 0 waits for ever.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+        RuntimeError: the device can't be used.
+        ImportError: the device needs the compiled module, and it is missing or was built for another torch.
+
+    An exception of the dataset, the sampler or the ``collate_fn`` is raised by the ``next()`` that would have given
+    that batch, with its own traceback; afterwards the epoch is over.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_epochs",
+        "_implicit",
+        "_loader",
+        "_num_threads",
+        "_pinned_bytes",
+        "_prefetch_batches",
+        "_share",
+        "_skip_keys",
+        "_timeout",
+    )
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str | int | None = None,
+        *,
+        prefetch_batches: int = 2,
+        num_threads: int = 1,
+        skip_keys: Collection[Any] = (),
+        pinned_bytes: int | None = None,
+        timeout: float = 0,
+    ) -> None:
+        self._loader = _checked_loader(loader)
+        self._prefetch_batches = _checked_int("prefetch_batches", prefetch_batches, 1)
+        self._num_threads = _checked_int("num_threads", num_threads, 0, 1)
+        self._skip_keys = _checked_skip_keys(skip_keys)
+        self._pinned_bytes = (
+            DEFAULT_PINNED_BYTES if pinned_bytes is None else _checked_int("pinned_bytes", pinned_bytes, 0)
+        )
+        self._timeout = _checked_timeout(timeout)
+        self._device = _checked_device(device)
+        self._epochs: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+        self._implicit: EpochIterator | None = None
+        self._share: Share | None = None
+        self._open()
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go, with its index."""
+        return self._device
+
+    def __iter__(self) -> EpochIterator:
+        self._implicit = None
+        return self._begin()
+
+    def __next__(self) -> Any:
+        if self._implicit is None:
+            self._implicit = self._begin()
+        return next(self._implicit)
+
+    def __len__(self) -> int:
+        """Batches of an epoch. TypeError where the loader has no length."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __enter__(self) -> PrefetchIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all epochs and their threads and gives the pinned memory back. Iterating again starts afresh.
+
+        A thread that is inside the dataset's code is waited for 2 seconds, then left behind with a warning.
+        """
+        self._implicit = None
+        epochs = [iterator._epoch for iterator in self._epochs]
+        for epoch in epochs:
+            epoch.stop()
+        deadline = _threads.deadline()
+        for epoch in epochs:
+            epoch.close(deadline)
+        if self._share is not None:
+            self._share.close()
+            self._share = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Calls ``set_epoch(epoch)`` of the loader, its sampler, batch sampler, that one's sampler, and its dataset:
+        of whichever have one. Takes effect with the next epoch: nothing of it is loaded before ``iter()``."""
+        if isinstance(self._loader, PrefetchIterator):  # forwards what it wraps, and would reach everything twice
+            self._loader.set_epoch(epoch)
+            return
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        for owner in {
+            id(owner): owner
+            for owner in (
+                self._loader,
+                getattr(self._loader, "sampler", None),
+                batch_sampler,
+                getattr(batch_sampler, "sampler", None),
+                getattr(self._loader, "dataset", None),
+            )
+        }.values():
+            method = getattr(owner, "set_epoch", None)
+            if callable(method):
+                method(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        # Positions are not resumable yet: the loader's own state is ahead by what was prefetched.
+        if name in ("state_dict", "load_state_dict") or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in PrefetchIterator.__slots__:  # not set yet: the constructor failed
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise TypeError("a PrefetchIterator can't be copied or pickled: copy or pickle the loader, and wrap it again")
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefetchIterator({self._loader!r}, device={str(self._device)!r}, "
+            f"prefetch_batches={self._prefetch_batches}, num_threads={self._num_threads})"
+        )
+
+    def _open(self) -> None:
+        if self._device.type == "cuda" and self._share is None:
+            self._share = Share(Copier.of(self._device), self._pinned_bytes)
+
+    def _begin(self) -> EpochIterator:
+        self._open()
+        lane = self._lane()
+        source = Source(self._loader, lane.collate)
+        environment = Environment(self._device)
+        epoch: Epoch
+        if self._num_threads:
+            epoch = LoaderThreadEpoch(source, lane, self._timeout, environment, self._prefetch_batches)
+        else:
+            epoch = CallingThreadEpoch(source, lane, self._timeout, environment)
+        iterator = EpochIterator(epoch, self._share)
+        self._epochs.add(iterator)
+        return iterator
+
+    def _lane(self) -> Lane:
+        if self._share is not None:
+            return CopyLane(self._share.copier, self._prefetch_batches, self._skip_keys)
+        if self._device.type == "cpu":
+            return HostLane(self._skip_keys)
+        return ToLane(self._device, self._skip_keys)
+
+
+class EpochIterator:
+    """One epoch. Dropping it ends it.
+
+    The epoch's thread holds the epoch and not this object, so that it can be collected while the thread waits.
+    """
+
+    __slots__ = ("__weakref__", "_epoch", "_share")
+
+    def __init__(self, epoch: Epoch, share: Share | None) -> None:
+        self._epoch = epoch
+        self._share = share  # keeps the pinned memory while the epoch lives
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._epoch.take()
+
+    def close(self) -> None:
+        """Ends the epoch and its thread. ``next()`` then raises StopIteration."""
+        self._epoch.close()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise TypeError("an epoch of a PrefetchIterator can't be copied or pickled")
+
+    def __del__(self) -> None:
+        if _threads.on_one():
+            self._epoch.stop()  # a collection may run on any thread; those of ours don't wait for each other in one
+        else:
+            self._epoch.close()
+
+
+def _checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
+    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        raise TypeError(f"loader must be an iterable of batches, not {type(loader).__name__}")
+    return loader
+
+
+def _checked_int(name: str, value: int, least: int, most: int | None = None) -> int:
+    allowed = f"an integer of at least {least}" if most is None else f"{least} or {most}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be {allowed}, not {value!r}")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name} must be {allowed}, not {value!r}")
+    return int(value)
+
+
+def _checked_skip_keys(skip_keys: Collection[Any]) -> frozenset[Any]:
+    if isinstance(skip_keys, (str, bytes)) or not isinstance(skip_keys, Collection):
+        raise TypeError(f"skip_keys must be a collection of mapping keys, such as a list, not {skip_keys!r}")
+    try:
+        return frozenset(skip_keys)
+    except TypeError as error:
+        raise TypeError(f"skip_keys must hold mapping keys, which are hashable, not {skip_keys!r}: {error}") from None
+
+
+def _checked_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout must be a number of seconds, 0 for none, not {timeout!r}")
+    if not (timeout >= 0 and math.isfinite(timeout)):
+        raise ValueError(f"timeout must be finite and at least 0 seconds, not {timeout!r}")
+    return float(timeout)
+
+
+def _checked_device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return _default_device()
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"device must be a torch.device, a string, an index or None, not {device!r}")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device must name a torch device, such as 'cuda:0' or 'cpu', not {device!r}: {error}"
+        ) from None
+    if chosen.type != "cuda":
+        return _checked_other_device(chosen)
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
+        raise RuntimeError(f"device {device!r} was asked for, but {why}")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device {device!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def _checked_other_device(device: torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        raise RuntimeError(f"device {str(device)!r} was asked for, but can't be used here: {error}") from error
+    return device
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        return _checked_device(accelerator.type)
+    if torch.version.cuda is None and torch.version.hip is None:
+        _warn_if_nvidia_driver()
+    return torch.device("cpu")
+
+
+@functools.cache
+def _warn_if_nvidia_driver() -> None:
+    load: Callable[[str], object] = ctypes.CDLL
+    try:
+        load(driver_library())
+    except OSError:
+        return
+    warnings.warn(
+        "this machine has an NVIDIA driver, but this torch is built without CUDA, so batches stay on the CPU: install "
+        'a CUDA build of torch (see pytorch.org), or pass device="cpu" to say that the CPU is meant',
+        RuntimeWarning,
+        stacklevel=5,  # whoever makes the PrefetchIterator
+    )

@@ -1,0 +1,89 @@
+"""The wrapped loader's iterator, begun on the calling thread."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+Collate = Callable[[Any], Any]
+
+
+class Source:
+    """``iter(loader)``, with every random number drawn that the order of its batches depends on.
+
+    A DataLoader draws its base seed in ``iter()`` and its sampler's seed with the first index. Drawn in a loader
+    thread, the second would interleave with what the caller draws meanwhile.
+
+    ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], adapt_collate: Callable[[Collate], Collate] = lambda collate: collate
+    ) -> None:
+        self._iterator = iter(loader)
+        self._is_the_users = self._iterator is loader
+        if isinstance(self._iterator, _SingleProcessDataLoaderIter):
+            _draw_first_index(self._iterator)
+            _own_fetcher(self._iterator, adapt_collate)
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Drops the iterator. A generator or nested prefetcher that ``iter()`` made is closed first: it need not wait
+        to be collected. One that runs, in another thread, sees its own end."""
+        iterator, self._iterator = self._iterator, iter(())
+        close = getattr(iterator, "close", None)
+        if callable(close) and not self._is_the_users and not getattr(iterator, "gi_running", False):
+            close()
+
+
+def _draw_first_index(source: _SingleProcessDataLoaderIter) -> None:
+    indices = source._sampler_iter
+    try:
+        first = [next(indices)]
+    except StopIteration:
+        first = []
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # raised again where the first batch would have been
+        indices = _raise([error])
+        first = []
+    source._sampler_iter = itertools.chain(first, indices)
+
+
+def _raise(errors: list[BaseException]) -> Iterator[Any]:
+    raise errors.pop()  # its traceback will hold this frame, which must not hold the error
+    yield
+
+
+def _own_fetcher(source: _SingleProcessDataLoaderIter, adapt_collate: Callable[[Collate], Collate]) -> None:
+    """Adapts the collate function, and turns StopIteration out of ``dataset[i]`` or ``collate_fn`` into an error.
+
+    The loader would take that for the end. On the epoch's own fetcher, never on the user's loader.
+    """
+    fetcher = source._dataset_fetcher
+    if getattr(fetcher, "auto_collation", False):
+        fetcher.collate_fn = adapt_collate(fetcher.collate_fn)
+    if isinstance(fetcher, _utils.fetch._MapDatasetFetcher):
+        # The class's function, bound weakly: a fetcher that held its own method would be freed by collections only.
+        fetch = functools.partial(type(fetcher).fetch, weakref.proxy(fetcher))
+        fetcher.fetch = _without_stop_iteration(fetch)  # type: ignore[method-assign]
+    elif isinstance(fetcher, _utils.fetch._IterableDatasetFetcher):  # whose dataset ends by StopIteration
+        fetcher.collate_fn = _without_stop_iteration(fetcher.collate_fn)
+
+
+def _without_stop_iteration(function: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except StopIteration as error:
+            raise RuntimeError("the dataset or collate_fn raised StopIteration") from error
+
+    return guarded

@@ -1,0 +1,105 @@
+"""Daemon threads of our own, stopped and joined before the interpreter goes.
+
+Not ``concurrent.futures``: its threads are joined without a limit at exit, so a dataset that blocks in one keeps the
+process from ending.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+
+from gpuprefetch import _copier, _extension
+
+JOIN_SECONDS = 2.0
+"""How long a thread that is inside the user's code is waited for."""
+
+_numbers = itertools.count(1)
+_running: dict[Worker, Callable[[], None]] = {}  # and how to tell each to stop
+
+
+class Worker:
+    """A daemon thread that can be told to stop.
+
+    Args:
+        name: what the thread does, a part of its name.
+        run: the thread's work.
+        stop: makes ``run`` return soon, whatever it waits for. Called from any thread, and from finalizers.
+
+    Holds neither of the two, which are methods of its owner: the owner is freed when it is dropped.
+    """
+
+    def __init__(self, name: str, run: Callable[[], None], stop: Callable[[], None]) -> None:
+        self.thread = threading.Thread(
+            target=self._main, args=(run,), name=f"gpuprefetch-{name}-{next(_numbers)}", daemon=True
+        )
+        self._left_behind = False
+        _running[self] = stop
+        try:
+            self.thread.start()
+        except BaseException:
+            del _running[self]
+            raise
+
+    def _main(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        finally:
+            _running.pop(self, None)
+
+    def end(self, deadline: float) -> None:
+        """Joins the thread, which was told to stop. One still busy at ``deadline`` is left behind, with a warning."""
+        if self._left_behind or self.thread is threading.current_thread():
+            return
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+        if self.thread.is_alive():
+            self._left_behind = True
+            warnings.warn(
+                f"thread {self.thread.name!r} did not stop within {JOIN_SECONDS:.0f} s and is left behind; it stands "
+                f"at:\n{stack_of(self.thread)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def deadline() -> float:
+    """When, on the monotonic clock, threads that are told to stop now are given up."""
+    return time.monotonic() + JOIN_SECONDS
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Where the thread is, as in a traceback."""
+    frame = sys._current_frames().get(thread.ident or -1)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "  (ended)\n"
+
+
+def on_one() -> bool:
+    """True on a thread of ours."""
+    current = threading.current_thread()
+    return any(worker.thread is current for worker in list(_running))
+
+
+@atexit.register
+def _end_all() -> None:
+    # Here and not in destructors: those run when the driver and the interpreter may be gone, on Windows under the
+    # loader lock.
+    workers = dict(_running)
+    for stop in workers.values():
+        stop()
+    end_by = deadline()
+    for worker in workers:
+        worker.end(end_by)
+    if not any(worker.thread.is_alive() for worker in workers):
+        _copier.close_all()
+    _extension.shutdown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # a child has no thread of its parent's
