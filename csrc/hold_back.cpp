@@ -53,8 +53,9 @@ bool HoldBack::is_due(std::int64_t batch) const {
 
 std::int64_t HoldBack::bytes_since(std::int64_t first, std::int64_t batch) const {
   const auto slots = static_cast<std::int64_t>(bytes_.size());
+  const std::int64_t oldest = (std::max)(first, batch - slots + 1);
   std::int64_t bytes = 0;
-  for (std::int64_t n = (std::max)({first, batch - slots + 1, std::int64_t{0}}); n <= batch; ++n) {
+  for (std::int64_t n = (std::max)(oldest, std::int64_t{0}); n <= batch; ++n) {
     bytes += bytes_[static_cast<std::size_t>(n % slots)];
   }
   return bytes;

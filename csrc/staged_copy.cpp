@@ -63,6 +63,15 @@ class Cutter {
   std::size_t extent_ = 0;
 };
 
+void wait_for_all(CopyEngine& engine, Event event) noexcept {
+  try {
+    engine.record(event);
+    engine.synchronize(event);
+  } catch (...) {
+    // The device is beyond reach: no copy of its runs any more.
+  }
+}
+
 // The pieces being filled, oldest first. Its end, in whatever way it comes, returns every piece unused.
 class Filling {
  public:
@@ -89,8 +98,14 @@ class Filling {
   void submit_oldest(CopyEngine& engine) {
     Fill& fill = fills_.front();
     pool_.finish(fill.job);
-    engine.copy(fill.to, fill.piece->data, fill.bytes);
-    engine.record(fill.piece->event);
+    try {
+      engine.copy(fill.to, fill.piece->data, fill.bytes);
+      engine.record(fill.piece->event);
+    } catch (...) {
+      // The copy may have been queued all the same, and then reads the piece that is about to be given back.
+      wait_for_all(engine, fill.piece->event);
+      throw;
+    }
     ring_.release(*fill.piece, true);
     fills_.pop_front();
   }
