@@ -29,4 +29,14 @@ class CopyEngine {
   virtual void synchronize(Event event) = 0;
 };
 
+// After a call that failed: whatever was queued all the same has run at return. Records `event` anew.
+inline void settle(CopyEngine& engine, Event event) noexcept {
+  try {
+    engine.record(event);
+    engine.synchronize(event);
+  } catch (...) {
+    // The device is beyond reach: no copy of its runs any more.
+  }
+}
+
 }  // namespace gpuprefetch

@@ -142,17 +142,19 @@ void Lane::ask() {
 }
 
 bool Lane::wait_for_room(std::int64_t batch, std::int64_t bytes, CopyEngine& engine) {
-  const auto room = hold_back_.wait_for_room(batch, bytes, engine);
-  if (room == HoldBack::Room::kOverdue) overdue_.store(true, std::memory_order_relaxed);
+  auto room = hold_back_.wait_for_room(batch, bytes, engine);
   if (room == HoldBack::Room::kFree && hold_back_.grows(batch) && free_bytes_() < bytes) {
-    return hold_back_.wait_for_memory(batch, engine);
+    room = hold_back_.wait_for_memory(batch, engine);
   }
+  if (room == HoldBack::Room::kOverdue) overdue_.store(true, std::memory_order_relaxed);
   return room != HoldBack::Room::kStopped;
 }
 
 bool Lane::wait_until_due(std::int64_t batch) {
   StreamEngine engine(copier_->stream_);
-  return call_driver("waiting for the device's progress", [&] { return hold_back_.wait_until_due(batch, engine); });
+  const auto room =
+      call_driver("waiting for the device's progress", [&] { return hold_back_.wait_until_due(batch, engine); });
+  return room != HoldBack::Room::kStopped;
 }
 
 std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const std::vector<at::Tensor>& tensors,
@@ -252,13 +254,8 @@ void Lane::copy(const Sources& sources, const std::vector<at::Tensor>& outputs, 
     engine.flush();
     if (finish) engine.synchronize(ready);
   } catch (...) {
-    // Copies from pinned sources may be under way, and the caller is free to write to its sources after a throw.
-    try {
-      engine.record(ready);
-      engine.synchronize(ready);
-    } catch (...) {
-      // The device is beyond reach; nothing reads the sources any more.
-    }
+    // The caller is free to write to pinned sources once this has thrown.
+    settle(engine, ready);
     throw;
   }
 }

@@ -63,35 +63,29 @@ std::int64_t HoldBack::bytes_since(std::int64_t first, std::int64_t batch) const
 
 HoldBack::Room HoldBack::wait_for_room(std::int64_t batch, std::int64_t bytes, CopyEngine& engine) {
   bytes_[static_cast<std::size_t>(batch) % bytes_.size()] = bytes;
-  Backoff backoff;
-  std::optional<Clock::time_point> due_since;
-  for (;;) {
-    if (stopped()) return Room::kStopped;
-    if (batch > prefetch_batches_) look(engine);
-    if (has_room(batch)) return Room::kFree;
-    if (asked_.load(std::memory_order_relaxed) > batch) {
-      if (!due_since) due_since = Clock::now();
-      if (Clock::now() - *due_since >= overdue_after_) return Room::kOverdue;
-    }
-    backoff.sleep();
-  }
+  return wait(batch, [&] { return has_room(batch); }, engine);
 }
 
-bool HoldBack::wait_for_memory(std::int64_t batch, CopyEngine& engine) {
-  return wait([&] { return !grows(batch) || is_due(batch); }, engine);
+HoldBack::Room HoldBack::wait_for_memory(std::int64_t batch, CopyEngine& engine) {
+  return wait(batch, [&] { return !grows(batch) || is_due(batch); }, engine);
 }
 
-bool HoldBack::wait_until_due(std::int64_t batch, CopyEngine& engine) {
-  return wait([&] { return is_due(batch); }, engine);
+HoldBack::Room HoldBack::wait_until_due(std::int64_t batch, CopyEngine& engine) {
+  return wait(batch, [&] { return is_due(batch); }, engine);
 }
 
 template <typename Condition>
-bool HoldBack::wait(Condition condition, CopyEngine& engine) {
+HoldBack::Room HoldBack::wait(std::int64_t batch, Condition condition, CopyEngine& engine) {
   Backoff backoff;
+  std::optional<Clock::time_point> asked_since;
   for (;;) {
-    if (stopped()) return false;
+    if (stopped()) return Room::kStopped;
     look(engine);
-    if (condition()) return true;
+    if (condition()) return Room::kFree;
+    if (asked_.load(std::memory_order_relaxed) > batch) {
+      if (!asked_since) asked_since = Clock::now();
+      if (Clock::now() - *asked_since >= overdue_after_) return Room::kOverdue;
+    }
     backoff.sleep();
   }
 }

@@ -36,6 +36,7 @@ class HoldBack {
     return prefetch_batches + kSmallBatches + 2;
   }
 
+  // How a wait ended.
   enum class Room {
     kFree,
     kOverdue,  // the consumer waits for this batch, and only the device's progress was in the way for too long
@@ -57,17 +58,17 @@ class HoldBack {
   // so far. In use is, beside the unfinished ones, the one before: the consumer drops it only when next() returns.
   bool grows(std::int64_t batch) const { return bytes_since(finished_ - 1, batch) > taken_bytes_; }
 
-  // Sleeps until the batch no longer grows, or is due as in wait_until_due(). False if stopped.
-  bool wait_for_memory(std::int64_t batch, CopyEngine& engine);
+  // Sleeps until the batch no longer grows, or is due as in wait_until_due().
+  Room wait_for_memory(std::int64_t batch, CopyEngine& engine);
 
   // The batch has got its memory.
   void took_memory(std::int64_t batch) { taken_bytes_ = (std::max)(taken_bytes_, bytes_since(finished_ - 1, batch)); }
 
   // Sleeps until the consumer waits for this batch and its work on all earlier ones is done: as much memory as there
-  // will ever be. False if stopped.
-  bool wait_until_due(std::int64_t batch, CopyEngine& engine);
+  // will ever be.
+  Room wait_until_due(std::int64_t batch, CopyEngine& engine);
 
-  // Ends both waits, now and for ever.
+  // Ends all waits, now and for ever.
   void stop() { stopped_.store(true, std::memory_order_relaxed); }
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
 
@@ -75,7 +76,7 @@ class HoldBack {
   Event event(std::int64_t n) const { return events_[static_cast<std::size_t>(n) % events_.size()]; }
   void look(CopyEngine& engine);
   template <typename Condition>
-  bool wait(Condition condition, CopyEngine& engine);
+  Room wait(std::int64_t batch, Condition condition, CopyEngine& engine);
   bool has_room(std::int64_t batch) const;
   bool is_due(std::int64_t batch) const;
   std::int64_t bytes_since(std::int64_t first, std::int64_t batch) const;

@@ -26,8 +26,8 @@ MemcpyPool::~MemcpyPool() { shutdown(); }
 void MemcpyPool::start(Job& job) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    job.state = Job::State::kQueued;
     queue_.push_back(&job);
+    job.state = Job::State::kQueued;
   }
   work_.notify_one();
 }
@@ -58,10 +58,10 @@ void MemcpyPool::shutdown() noexcept {
   for (auto& thread : threads) thread.join();
 }
 
-// True if the job was still queued: it is the caller's from here on.
+// True if no thread has begun the job: it is the caller's from here on.
 bool MemcpyPool::take_back(Job& job) {
-  if (job.state != Job::State::kQueued) return false;
-  queue_.erase(std::find(queue_.begin(), queue_.end(), &job));
+  if (job.state == Job::State::kQueued) queue_.erase(std::find(queue_.begin(), queue_.end(), &job));
+  if (job.state != Job::State::kIdle && job.state != Job::State::kQueued) return false;
   job.state = Job::State::kDone;
   return true;
 }
@@ -77,8 +77,7 @@ void MemcpyPool::run() {
     lock.unlock();
     copy_all(job.copies);
     lock.lock();
-    job.state = Job::State::kDone;
-    // Under the lock: once it is released the job may be gone.
+    job.state = Job::State::kDone;  // under the lock, with which the job may go
     done_.notify_all();
   }
 }

@@ -41,8 +41,8 @@ class MemcpyPool {
   // Queues the job. Jobs begin in the order in which they were started.
   void start(Job& job);
 
-  // Returns when the job's bytes have been copied. A job that no thread has begun is done by the caller, so a pool
-  // without threads, or one that has been shut down, still copies.
+  // Returns when the job's bytes have been copied. A job that no thread has begun, or that was never started, is done
+  // by the caller, so a pool without threads, or one that has been shut down, still copies.
   void finish(Job& job);
 
   // Returns when no thread touches the job any more. It may or may not have run.

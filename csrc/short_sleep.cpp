@@ -16,16 +16,32 @@
 #endif
 
 namespace gpuprefetch {
+#ifdef _WIN32
+namespace {
+
+class Timer {
+ public:
+  Timer() = default;
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+  ~Timer() {
+    if (handle != nullptr) CloseHandle(handle);
+  }
+
+  const HANDLE handle =
+      CreateWaitableTimerExW(nullptr, nullptr, CREATE_WAITABLE_TIMER_HIGH_RESOLUTION, SYNCHRONIZE | TIMER_MODIFY_STATE);
+};
+
+}  // namespace
+#endif
 
 void short_sleep(std::chrono::microseconds duration) {
 #ifdef _WIN32
-  // One timer a thread, kept: its handle goes with the process.
-  thread_local HANDLE timer =
-      CreateWaitableTimerExW(nullptr, nullptr, CREATE_WAITABLE_TIMER_HIGH_RESOLUTION, SYNCHRONIZE | TIMER_MODIFY_STATE);
+  thread_local const Timer timer;
   LARGE_INTEGER due;
   due.QuadPart = -10 * static_cast<LONGLONG>(duration.count());  // relative, in units of 100 ns
-  if (timer != nullptr && SetWaitableTimer(timer, &due, 0, nullptr, nullptr, FALSE)) {
-    WaitForSingleObject(timer, INFINITE);
+  if (timer.handle != nullptr && SetWaitableTimer(timer.handle, &due, 0, nullptr, nullptr, FALSE)) {
+    WaitForSingleObject(timer.handle, INFINITE);
   } else {
     SwitchToThread();  // an older Windows: better to look again at once than a tick too late
   }

@@ -6,7 +6,7 @@
 namespace gpuprefetch {
 namespace {
 
-// Below this a copy takes no longer than waking a thread.
+// Up to this a copy takes no longer than waking a thread: it is done by finish().
 constexpr std::size_t kInlineBytes = 64 << 10;
 
 struct Fill {
@@ -63,15 +63,6 @@ class Cutter {
   std::size_t extent_ = 0;
 };
 
-void wait_for_all(CopyEngine& engine, Event event) noexcept {
-  try {
-    engine.record(event);
-    engine.synchronize(event);
-  } catch (...) {
-    // The device is beyond reach: no copy of its runs any more.
-  }
-}
-
 // The pieces being filled, oldest first. Its end, in whatever way it comes, returns every piece unused.
 class Filling {
  public:
@@ -91,8 +82,7 @@ class Filling {
     fills_.push_back({&piece, nullptr, 0, {}});  // a deque: the pool keeps the job's address
     Fill& fill = fills_.back();
     cutter.cut(fill);
-    pool_.start(fill.job);
-    if (fill.bytes <= kInlineBytes) pool_.finish(fill.job);
+    if (fill.bytes > kInlineBytes) pool_.start(fill.job);
   }
 
   void submit_oldest(CopyEngine& engine) {
@@ -103,7 +93,7 @@ class Filling {
       engine.record(fill.piece->event);
     } catch (...) {
       // The copy may have been queued all the same, and then reads the piece that is about to be given back.
-      wait_for_all(engine, fill.piece->event);
+      settle(engine, fill.piece->event);
       throw;
     }
     ring_.release(*fill.piece, true);

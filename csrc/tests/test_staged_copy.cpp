@@ -1,0 +1,475 @@
+// staged_copy: every byte of every size arrives, sources are free at return, and errors leave ring and pool whole.
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "simulated_device.h"
+#include "staged_copy.h"
+
+namespace gpuprefetch {
+namespace {
+
+using Pace = SimulatedDevice::Pace;
+using Call = SimulatedDevice::Call;
+using Sizes = std::vector<std::size_t>;
+
+constexpr std::size_t kSmallPiece = 512;
+constexpr std::size_t kLargePiece = 66 << 10;  // large enough for the pool's threads to fill it
+
+struct Rig {
+  Rig(std::size_t pieces, std::size_t piece_bytes, int threads, Pace pace, std::size_t seed = 1)
+      : pieces(pieces),
+        memory(pieces * piece_bytes),
+        device(pace, seed),
+        stream(device.make_stream()),
+        ring(memory.data(), piece_bytes, device.make_events(static_cast<std::int64_t>(pieces))),
+        pool(threads) {
+    device.pin(memory.data(), memory.size());
+  }
+
+  // Everything has run, nothing was read too late, and every piece can be had.
+  void check_whole() {
+    std::vector<PinnedRing::Piece*> taken;
+    for (std::size_t i = 0; i < pieces; ++i) taken.push_back(&ring.acquire(stream));
+    CHECK(ring.try_acquire(stream) == nullptr);
+    for (auto* piece : taken) ring.release(*piece, false);
+    device.finish();
+    CHECK_EQ(device.overwritten(), 0);
+  }
+
+  const std::size_t pieces;
+  Bytes memory;
+  SimulatedDevice device;
+  SimulatedDevice::Stream& stream;
+  PinnedRing ring;
+  MemcpyPool pool;
+};
+
+// Sources, memory on the device, and what must be there in the end.
+class Batch {
+ public:
+  explicit Batch(std::size_t seed) : seed_(seed) {}
+  Batch(const Batch&) = delete;  // destinations refer to its memory
+  Batch(Batch&&) = default;      // moving a vector keeps its elements where they are
+
+  // One destination, made of extents of these sizes, each from memory of its own, with that many bytes before each.
+  void add(const Sizes& extents, const Sizes& gaps) {
+    Destination destination{nullptr, 0, {}};
+    for (std::size_t i = 0; i < extents.size(); ++i) {
+      destination.bytes += gaps[i];
+      sources_.push_back(pattern(extents[i], seed_ * 1000 + sources_.size()));
+      destination.extents.push_back(Extent{sources_.back().data(), destination.bytes, extents[i]});
+      destination.bytes += extents[i];
+    }
+    add(std::move(destination));
+  }
+  void add(std::size_t bytes) { add(Sizes{bytes}, Sizes{0}); }
+  void add_gap(std::size_t bytes) { add(Destination{nullptr, bytes, {}}); }
+
+  const std::vector<Destination>& destinations() const { return destinations_; }
+
+  // Copies, and gives the sources back to the allocator at once, also after an error.
+  void copy(PinnedRing& ring, MemcpyPool& pool, CopyEngine& engine) {
+    try {
+      staged_copy(destinations_, ring, pool, engine);
+    } catch (...) {
+      sources_.clear();
+      throw;
+    }
+    sources_.clear();
+  }
+
+  // Whether the device's memory is what a plain copy would have made it, where extents cover it.
+  bool arrived() const {
+    return std::all_of(runs_.begin(), runs_.end(), [this](const Run& run) {
+      return std::memcmp(memory_[run.destination].data() + run.offset, run.expected.data(), run.expected.size()) == 0;
+    });
+  }
+
+ private:
+  struct Run {
+    std::size_t destination;
+    std::size_t offset;
+    Bytes expected;
+  };
+
+  void add(Destination destination) {
+    for (const auto& extent : destination.extents) {
+      if (extent.bytes == 0) continue;
+      runs_.push_back(Run{memory_.size(), extent.offset, Bytes(extent.from, extent.from + extent.bytes)});
+    }
+    memory_.emplace_back(destination.bytes, std::byte{0xA5});
+    destination.to = memory_.back().data();
+    destinations_.push_back(std::move(destination));
+  }
+
+  const std::size_t seed_;
+  std::vector<Bytes> sources_;
+  std::vector<Bytes> memory_;  // the device's
+  std::vector<Run> runs_;
+  std::vector<Destination> destinations_;
+};
+
+Sizes telling_sizes(std::size_t piece) { return {0, 1, piece - 1, piece, piece + 1, 2 * piece, 7 * piece + 3}; }
+
+// Up to four destinations, cut, gapped and gathered at random.
+Batch random_batch(std::size_t seed, std::size_t piece_bytes) {
+  Random random(seed);
+  Batch batch(seed);
+  const Sizes telling = telling_sizes(piece_bytes);
+  for (std::size_t n = below(random, 5); n > 0; --n) {
+    Sizes extents;
+    Sizes gaps;
+    const std::size_t most = below(random, 3) == 0 ? 40 : 4;
+    for (std::size_t left = below(random, most); left > 0; --left) {
+      const bool known = most == 4 && below(random, 2) == 0;
+      extents.push_back(known ? telling[below(random, telling.size())] : below(random, 2 * piece_bytes / most + 2));
+      gaps.push_back(below(random, 4) == 0 ? below(random, piece_bytes + piece_bytes / 2) : 0);
+    }
+    batch.add(extents, gaps);
+    if (below(random, 4) == 0) batch.add_gap(below(random, 2 * piece_bytes));
+  }
+  return batch;
+}
+
+// Calls `test` for small and large pieces, few and several, with and without threads, on both kinds of device.
+template <typename Test>
+void on_every_rig(Test test) {
+  std::int64_t number = 0;
+  for (std::size_t piece_bytes : {kSmallPiece, kLargePiece}) {
+    for (std::size_t pieces : {1, 2, 5}) {
+      for (int threads : {0, 2}) {
+        for (Pace pace : {Pace::kRandom, Pace::kLate}) {
+          current_case = ++number;
+          Rig rig(pieces, piece_bytes, threads, pace, static_cast<std::size_t>(number));
+          test(rig);
+          rig.check_whole();
+        }
+      }
+    }
+  }
+}
+
+void copy_and_check(Rig& rig, std::vector<Batch>& batches) {
+  for (auto& batch : batches) batch.copy(rig.ring, rig.pool, rig.stream);
+  rig.device.finish();
+  for (const auto& batch : batches) CHECK(batch.arrived());
+}
+
+void sizes_around_a_piece() {
+  on_every_rig([](Rig& rig) {
+    std::vector<Batch> batches;
+    batches.emplace_back(0);  // without any destination
+    batches.emplace_back(1);  // every size in one batch
+    for (std::size_t bytes : telling_sizes(rig.ring.piece_bytes())) {
+      batches[1].add(bytes);
+      batches.emplace_back(batches.size());
+      batches.back().add(bytes);
+    }
+    copy_and_check(rig, batches);
+  });
+}
+
+void many_destinations() {
+  on_every_rig([](Rig& rig) {
+    std::vector<Batch> batches;
+    batches.emplace_back(1);
+    for (std::size_t i = 0; i < 200; ++i) batches[0].add(i % 7 == 0 ? 0 : 1 + i * 37 % 700);
+    copy_and_check(rig, batches);
+  });
+}
+
+void sixty_four_samples_gathered() {
+  on_every_rig([](Rig& rig) {
+    const std::size_t piece = rig.ring.piece_bytes();
+    std::vector<Batch> batches;
+    for (std::size_t sample : {piece / 64, piece / 10 + 1}) {  // dense, across piece borders
+      batches.emplace_back(batches.size());
+      batches.back().add(Sizes(64, sample), Sizes(64, 0));
+    }
+    Sizes gaps;
+    for (std::size_t i = 0; i < 64; ++i) gaps.push_back(i % 3 * (piece / 9) + (i == 40 ? 2 * piece : 0));
+    batches.emplace_back(4);
+    batches.back().add(Sizes(64, piece / 10 + 1), gaps);
+    batches.back().add_gap(3 * piece);
+    copy_and_check(rig, batches);
+  });
+}
+
+void random_extents_equal_a_plain_copy() {
+  std::size_t seed = 0;
+  on_every_rig([&seed](Rig& rig) {
+    const int rounds = rig.ring.piece_bytes() == kSmallPiece ? 12 : 4;
+    for (int round = 0; round < rounds; ++round) {
+      std::vector<Batch> batches;
+      for (int i = 0; i < 3; ++i) batches.push_back(random_batch(++seed, rig.ring.piece_bytes()));
+      copy_and_check(rig, batches);
+    }
+  });
+}
+
+void a_pool_that_has_been_shut_down_still_copies() {
+  for (Pace pace : {Pace::kRandom, Pace::kLate}) {
+    Rig rig(3, kLargePiece, 2, pace);
+    rig.pool.shutdown();
+    std::vector<Batch> batches;
+    for (std::size_t seed : {5, 6, 7}) batches.push_back(random_batch(seed, kLargePiece));
+    copy_and_check(rig, batches);
+    rig.check_whole();
+  }
+}
+
+// A batch that fits the ring is queued without any wait, also while the device stands still.
+void a_batch_that_fits_waits_for_nothing() {
+  Rig rig(4, kLargePiece, 2, Pace::kRandom);
+  rig.stream.hold();
+  Batch batch(1);
+  batch.add(3 * kLargePiece + 5);
+  batch.copy(rig.ring, rig.pool, rig.stream);
+  rig.stream.let_go();
+  rig.check_whole();
+  CHECK(batch.arrived());
+}
+
+// Passes everything on, and checks that destinations are written from their beginning to their end.
+class InOrder : public CopyEngine {
+ public:
+  InOrder(CopyEngine& engine, const std::byte* begin) : engine_(engine), next_(begin) {}
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    CHECK(to == next_);
+    next_ += bytes;
+    engine_.copy(to, from, bytes);
+  }
+  void record(Event event) override { engine_.record(event); }
+  bool query(Event event) override { return engine_.query(event); }
+  void synchronize(Event event) override { engine_.synchronize(event); }
+
+ private:
+  CopyEngine& engine_;
+  const std::byte* next_;
+};
+
+void pieces_are_submitted_in_order() {
+  on_every_rig([](Rig& rig) {
+    Batch batch(1);
+    batch.add(12 * rig.ring.piece_bytes() + 1);
+    InOrder engine(rig.stream, batch.destinations()[0].to);
+    batch.copy(rig.ring, rig.pool, engine);
+    rig.device.finish();
+    CHECK(batch.arrived());
+  });
+}
+
+// An engine that lies about what has run, on a device that stands still: the only way to be caught is by the bytes.
+class Liar : public CopyEngine {
+ public:
+  Liar(CopyEngine& engine, Call lie) : engine_(engine), lie_(lie) {}
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override { engine_.copy(to, from, bytes); }
+  void record(Event event) override {
+    if (lie_ != Call::kRecord) engine_.record(event);
+  }
+  bool query(Event event) override { return lie_ == Call::kQuery || engine_.query(event); }
+  void synchronize(Event event) override {
+    if (lie_ != Call::kSynchronize) engine_.synchronize(event);
+  }
+
+ private:
+  CopyEngine& engine_;
+  const Call lie_;
+};
+
+void a_piece_reused_too_early_is_noticed() {
+  for (Call lie : {Call::kSynchronize, Call::kQuery, Call::kRecord}) {
+    current_case = static_cast<std::int64_t>(lie);
+    Rig rig(2, kLargePiece, 2, Pace::kRandom);
+    Liar liar(rig.stream, lie);
+    Batch batch(1);
+    // The first piece is waited for by acquire(), all further ones by try_acquire(): with one that lies, the other
+    // must not be asked for what has not run.
+    batch.add(lie == Call::kQuery ? 4 * kLargePiece : 3 * kLargePiece);
+    rig.stream.hold();
+    if (lie == Call::kQuery) {
+      Batch first(2);
+      first.add(kLargePiece);
+      rig.stream.let_go();
+      first.copy(rig.ring, rig.pool, rig.stream);  // leaves one unused piece at the head, so that nothing sleeps
+      rig.device.finish();
+      rig.stream.hold();
+    }
+    batch.copy(rig.ring, rig.pool, liar);
+    rig.stream.let_go();
+    rig.device.finish();
+    CHECK(!batch.arrived());
+    CHECK_GE(rig.device.overwritten(), 1);
+  }
+}
+
+// Fails the first such call of a batch, the second, and so on, until the batch has no further one. Batches before it
+// are under way; the one after it must be right.
+void one_call_fails_in_the_middle_of_a_batch() {
+  for (Call call : {Call::kCopy, Call::kRecord, Call::kQuery, Call::kSynchronize}) {
+    std::int64_t failures = 0;
+    for (Pace pace : {Pace::kRandom, Pace::kLate}) {
+      for (std::size_t pieces : {1, 3}) {
+        for (int threads : {0, 2}) {
+          for (std::int64_t k = 0;; ++k) {
+            current_case = static_cast<std::int64_t>(call) * 1000 + k;
+            Rig rig(pieces, kLargePiece, threads, pace, static_cast<std::size_t>(k));
+            Batch before(1);
+            before.add(kLargePiece);
+            before.copy(rig.ring, rig.pool, rig.stream);
+            Batch failing(2);
+            failing.add(Sizes(5, kLargePiece / 2 + 1), Sizes(5, 0));
+            failing.add(kLargePiece);
+            rig.stream.fail_at(call, k);
+            bool failed = false;
+            try {
+              failing.copy(rig.ring, rig.pool, rig.stream);
+            } catch (const DeviceError&) {
+              failed = true;
+            }
+            rig.stream.fail_at(call, -1);
+            Batch after(3);
+            after.add(3 * kLargePiece + 7);
+            after.copy(rig.ring, rig.pool, rig.stream);
+            rig.check_whole();
+            CHECK(before.arrived());
+            CHECK(after.arrived());
+            CHECK(failed || failing.arrived());
+            if (!failed) break;
+            ++failures;
+          }
+        }
+      }
+    }
+    CHECK_GE(failures, 4);
+  }
+}
+
+// A copy that was queued reads its piece, whatever became of the record behind it: the call that fails waits for it.
+void a_failed_record_is_settled() {
+  Rig rig(2, kLargePiece, 0, Pace::kRandom);
+  Batch batch(1);
+  batch.add(kLargePiece);
+  rig.stream.hold();
+  rig.stream.fail_at(Call::kRecord, 0);
+  std::atomic<bool> going{false};
+  std::thread caller([&] {
+    bool failed = false;
+    try {
+      batch.copy(rig.ring, rig.pool, rig.stream);
+    } catch (const DeviceError&) {
+      failed = true;
+    }
+    CHECK(failed);
+    CHECK(going);
+    std::memset(rig.memory.data(), 0xFF, rig.memory.size());
+  });
+  rig.device.await_sleepers(1);
+  going = true;
+  rig.stream.let_go();
+  caller.join();
+  rig.device.finish();
+  CHECK_EQ(rig.device.overwritten(), 0);
+}
+
+// Several batches at once through few pieces: nobody may wait for a piece while holding one.
+void batches_stream_at_once_through_a_small_ring() {
+  std::int64_t number = 0;
+  for (std::size_t callers : {2, 4}) {
+    for (std::size_t pieces : {1, 2}) {
+      for (Pace pace : {Pace::kRandom, Pace::kLate}) {
+        for (bool own_streams : {false, true}) {
+          for (std::size_t piece_bytes : {kSmallPiece, kLargePiece}) {
+            current_case = ++number;
+            Rig rig(pieces, piece_bytes, 2, pace, static_cast<std::size_t>(number));
+            std::vector<std::thread> threads;
+            for (std::size_t caller = 0; caller < callers; ++caller) {
+              CopyEngine* engine = own_streams ? &rig.device.make_stream() : &rig.stream;
+              threads.emplace_back([=, &rig] {
+                std::vector<Batch> batches;
+                for (std::size_t i = 0; i < (piece_bytes == kSmallPiece ? 4 : 2); ++i) {
+                  const std::size_t seed = static_cast<std::size_t>(number) * 100 + caller * 10 + i;
+                  batches.push_back(random_batch(seed, piece_bytes));
+                  batches.back().add((piece_bytes == kSmallPiece ? 20 : 4) * piece_bytes + i);
+                  batches.back().copy(rig.ring, rig.pool, *engine);
+                }
+                rig.device.finish();
+                for (const auto& batch : batches) CHECK(batch.arrived());
+              });
+            }
+            for (auto& thread : threads) thread.join();
+            rig.check_whole();
+          }
+        }
+      }
+    }
+  }
+}
+
+// One caller's errors are not another's.
+void others_go_on_while_one_caller_fails() {
+  std::int64_t number = 0;
+  for (std::size_t pieces : {1, 2, 4}) {
+    for (Pace pace : {Pace::kRandom, Pace::kLate}) {
+      current_case = ++number;
+      Rig rig(pieces, kLargePiece, 2, pace, static_cast<std::size_t>(number));
+      SimulatedDevice::Stream& unlucky = rig.device.make_stream();
+      std::vector<std::thread> threads;
+      threads.emplace_back([&] {
+        std::vector<Batch> batches;
+        for (std::int64_t i = 0; i < 12; ++i) {
+          batches.emplace_back(1);
+          batches.back().add(4 * kLargePiece);
+          // Without the record: a copy of which no event tells has a test of its own.
+          const Call call = i % 3 == 0 ? Call::kCopy : i % 3 == 1 ? Call::kQuery : Call::kSynchronize;
+          unlucky.fail_at(call, i / 3 % 3);
+          try {
+            batches.back().copy(rig.ring, rig.pool, unlucky);
+          } catch (const DeviceError&) {
+          }
+        }
+        rig.device.finish();  // before the memory of its batches goes
+      });
+      for (std::size_t caller = 0; caller < 2; ++caller) {
+        threads.emplace_back([&, caller] {
+          std::vector<Batch> batches;
+          for (std::size_t i = 0; i < 6; ++i) {
+            batches.emplace_back(caller * 10 + i);
+            batches.back().add(3 * kLargePiece + i);
+            batches.back().copy(rig.ring, rig.pool, rig.stream);
+          }
+          rig.device.finish();
+          for (const auto& batch : batches) CHECK(batch.arrived());
+        });
+      }
+      for (auto& thread : threads) thread.join();
+      rig.check_whole();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gpuprefetch
+
+int main() {
+  using namespace gpuprefetch;
+  Watchdog watchdog(std::chrono::seconds(120));
+  RUN(sizes_around_a_piece);
+  RUN(many_destinations);
+  RUN(sixty_four_samples_gathered);
+  RUN(random_extents_equal_a_plain_copy);
+  RUN(a_pool_that_has_been_shut_down_still_copies);
+  RUN(a_batch_that_fits_waits_for_nothing);
+  RUN(pieces_are_submitted_in_order);
+  RUN(a_piece_reused_too_early_is_noticed);
+  RUN(one_call_fails_in_the_middle_of_a_batch);
+  RUN(a_failed_record_is_settled);
+  RUN(batches_stream_at_once_through_a_small_ring);
+  RUN(others_go_on_while_one_caller_fails);
+}
