@@ -1,0 +1,93 @@
+"""One timed epoch: from `iter()` to a device sync after the last step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from steps import Step
+from target import Target
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # images [N, C, H, W], labels [N]
+
+
+class Tally:
+    """A checksum of the batches of an epoch, kept on the device: it costs a few small launches a step and no sync.
+
+    `order` hashes the labels in the order they came, so a batch lost, doubled or out of place changes it; `content`
+    sums the images, each batch weighted by its place, so pixels overwritten in flight change it. On the CPU only every
+    16th pixel of every 16th line counts, since the sum would compete with loading for the cores.
+    """
+
+    def __init__(self, target: Target) -> None:
+        precise = torch.float32 if target.device.type == "mps" else torch.float64
+        self.order = torch.zeros((), dtype=torch.int64, device=target.device)
+        self.content = torch.zeros((), dtype=precise, device=target.device)
+        self.stride = 1 if target.accelerated else 16
+        self.batches = 0
+
+    @torch.no_grad()
+    def add(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.batches += 1
+        self.order.mul_(31).add_(labels.sum())  # wraps around at 2**64, which a hash may
+        self.content.add_(images[..., :: self.stride, :: self.stride].sum(), alpha=self.batches)
+
+    def result(self) -> Checksum:
+        return Checksum(self.batches, int(self.order.item()), float(self.content.item()))
+
+
+@dataclass(frozen=True)
+class Checksum:
+    batches: int
+    order: int
+    content: float
+
+    def agrees(self, other: Checksum) -> bool:
+        """Labels must be equal; the sum of the images may differ by rounding."""
+        same_labels = (self.batches, self.order) == (other.batches, other.order)
+        return same_labels and math.isclose(self.content, other.content, rel_tol=1e-6, abs_tol=1e-3)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one timed epoch gave. Times in seconds, memory in bytes (None where the device can't tell)."""
+
+    step_seconds: float
+    first_batch_seconds: float
+    active_bytes_above_start: int | None
+    checksum: Checksum
+
+
+def time_epoch(batches: Iterable[Batch], step: Step, target: Target, sync_every_step: bool) -> Epoch:
+    """Run `step` over all of `batches`. The first batch counts as any other; when it was there is kept too."""
+    target.synchronize()
+    tally = Tally(target)  # an allocation after a sync: memory that an earlier epoch freed stops counting as active
+    target.synchronize()
+    target.reset_peak_memory()
+    start_bytes = target.memory_stat("active_bytes.all.current")
+
+    start_event = target.timing_event()
+    first_event = None
+    first_on_host = 0.0
+    start = time.perf_counter()
+    for images, labels in batches:
+        if tally.batches == 0:
+            # The event fires once the consumer's stream has the batch: a copy may go on after next() has returned.
+            first_event = target.timing_event()
+            first_on_host = time.perf_counter() - start
+        loss = step(images, labels)
+        tally.add(images, labels)
+        if sync_every_step:
+            loss.item()
+    target.synchronize()
+    seconds = time.perf_counter() - start
+
+    if tally.batches == 0:
+        raise RuntimeError("the loader gave no batch")
+    first = start_event.elapsed_time(first_event) * 1e-3 if first_event is not None else first_on_host
+    peak = target.memory_stat("active_bytes.all.peak")
+    above = None if peak is None or start_bytes is None else peak - start_bytes
+    return Epoch(seconds / tally.batches, max(first, first_on_host), above, tally.result())

@@ -1,0 +1,144 @@
+"""Run the rows and the parts, interleaved over the repeats, and turn the raw times into figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from calibration import Plan
+from epoch import Batch, Epoch, time_epoch
+from parts import Parts, ResidentBatches, Transport, time_transport
+from rows import Loader, Row
+from target import Target
+from tqdm import tqdm
+
+TRANSPORT, COMPUTE = "load, stage, copy", "compute"
+WARM_UP_BATCHES = 5
+SPEED_SECONDS = 0.25
+PART_NAMES = tuple(field.name for field in dataclasses.fields(Parts))
+TOLERANCE = 0.02  # a row may be this much below its bound before that counts as wrong
+
+
+class WrongBatches(Exception):
+    """A row delivered other batches than the plain loader."""
+
+
+def figure(raw: list[float]) -> dict[str, Any]:
+    """Median and interval (lowest to highest) of the repeats, which come along."""
+    return {"median": statistics.median(raw), "low": min(raw), "high": max(raw), "raw": raw}
+
+
+def run(
+    plan: Plan, rows: list[Row], loader: Loader, target: Target, prefetch_batches: int, sync_every_step: bool
+) -> dict[str, Any]:
+    """Measure everything; gives `parts_ms` and `rows` of the result."""
+    transports: list[Transport] = []
+    computes: list[Epoch] = []
+    epochs: dict[str, list[Epoch]] = {row.name: [] for row in rows}
+    cells = [TRANSPORT, COMPUTE, *epochs]
+    tqdm.monitor_interval = 0  # its thread would take the GIL now and then
+    progress = tqdm(total=plan.repeats * len(cells) + len(rows), leave=False, unit="cell")
+
+    with ExitStack() as open_rows, progress:
+        sources = {row.name: open_rows.enter_context(row.make(loader, target, prefetch_batches)) for row in rows}
+        resident = ResidentBatches(loader, target, plan.steps)
+        for name, source in sources.items():
+            progress.set_description(f"warm-up: {name}")
+            _warm_up(source, plan, target)
+            progress.update()
+
+        start = time.perf_counter()
+        for repeat in range(plan.repeats):
+            expected_end = (time.perf_counter() - start) * (repeat + 1) / max(repeat, 1)
+            if plan.deadline_seconds is not None and repeat > 0 and expected_end > plan.deadline_seconds:
+                plan.notes.append(f"stopped after {repeat} of {plan.repeats} repeats: they took longer than expected")
+                break
+            turn = repeat * len(cells) // plan.repeats  # each repeat starts elsewhere, so no row always comes first
+            for cell in cells[turn:] + cells[:turn]:
+                progress.set_description(f"repeat {repeat + 1}/{plan.repeats}: {cell}")
+                gc.collect()
+                if cell == TRANSPORT:
+                    transports.append(time_transport(loader, target))
+                    progress.update()
+                    continue
+                _bring_to_speed(resident, plan, target)
+                if cell == COMPUTE:
+                    computes.append(time_epoch(resident, plan.step, target, sync_every_step))
+                else:
+                    epochs[cell].append(time_epoch(sources[cell], plan.step, target, sync_every_step))
+                progress.update()
+            _check_batches(transports[-1], {name: done[-1] for name, done in epochs.items()})
+
+    parts = [
+        Parts(transport.load, transport.fetch, transport.stage, transport.copy, compute.step_seconds)
+        for transport, compute in zip(transports, computes, strict=True)
+    ]
+    return {
+        "parts_ms": {name: figure([getattr(part, name) * 1e3 for part in parts]) for name in PART_NAMES},
+        "rows": [_row_result(row, epochs[row.name], parts, computes, plan, sync_every_step) for row in rows],
+    }
+
+
+def _warm_up(source: Iterable[Batch], plan: Plan, target: Target) -> None:
+    """A few steps that nobody times: first touch of pinned memory, allocator caches, kernel choice."""
+    batches = iter(source)
+    for number, (images, labels) in enumerate(batches, start=1):
+        plan.step(images, labels)
+        if number == WARM_UP_BATCHES:
+            break
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
+    target.synchronize()
+
+
+def _bring_to_speed(resident: ResidentBatches, plan: Plan, target: Target) -> None:
+    """Some untimed steps, since a device that was idle before runs at another clock than one that was not."""
+    if not target.accelerated:
+        return
+    end = time.perf_counter() + SPEED_SECONDS
+    while time.perf_counter() < end:
+        plan.step(*resident.pool[0]).item()
+
+
+def _check_batches(expected: Transport, epochs: dict[str, Epoch]) -> None:
+    for name, epoch in epochs.items():
+        if not epoch.checksum.agrees(expected.checksum):
+            raise WrongBatches(
+                f"row {name} did not deliver the batches of the plain loader, each once and in order: "
+                f"its checksum is {epoch.checksum}, the plain loader's {expected.checksum}"
+            )
+
+
+def _row_result(
+    row: Row, epochs: list[Epoch], parts: list[Parts], computes: list[Epoch], plan: Plan, sync_every_step: bool
+) -> dict[str, Any]:
+    bound = row.bound_for(sync_every_step)
+    seconds = [epoch.step_seconds for epoch in epochs]
+    bounds = [bound.seconds(part) for part in parts]
+    # Compared within a repeat, so that a clock that drifts between the repeats does not show up as a gain or a loss.
+    multiple = figure([own / least for own, least in zip(seconds, bounds, strict=True)])
+    memory = [
+        epoch.active_bytes_above_start - compute.active_bytes_above_start
+        for epoch, compute in zip(epochs, computes, strict=True)
+        if epoch.active_bytes_above_start is not None and compute.active_bytes_above_start is not None
+    ]
+    return {
+        "name": row.name,
+        "description": row.description,
+        "overlaps": row.overlaps,
+        "ms_per_step": figure([value * 1e3 for value in seconds]),
+        "samples_per_s": figure([plan.batch_size / value for value in seconds]),
+        "bound_formula": bound.formula,
+        "bound_ms": figure([value * 1e3 for value in bounds]),
+        "multiple_of_bound": multiple,
+        "below_bound": multiple["median"] < 1 - TOLERANCE,
+        "first_batch_ms": figure([epoch.first_batch_seconds * 1e3 for epoch in epochs]),
+        "device_bytes_above_model": max(memory) if memory else None,
+        "device_bytes_above_model_raw": memory,
+    }

@@ -1,0 +1,131 @@
+"""What a step is made of, each part measured alone: load, stage, copy, compute. The bound follows from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from epoch import Batch, Checksum, Epoch, Tally, time_epoch
+from steps import Step
+from target import Target
+from torch.utils.data import DataLoader
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds a batch, each part alone with nothing beside it.
+
+    load: the plain loader makes the batch on the host. fetch: the part of it before the samples are stacked, which is
+    all that a loader needs that gathers samples on their way to the device; on the CPU none does. stage: the host
+    copies it into pinned memory that is kept. copy: from there to the device. compute: the step, on batches that are on
+    the device already.
+    """
+
+    load: float
+    fetch: float
+    stage: float
+    copy: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The parts before compute, in seconds a batch, and the checksum of the batches, which the rows must reach too."""
+
+    load: float
+    fetch: float
+    stage: float
+    copy: float
+    checksum: Checksum
+
+
+def time_transport(loader: DataLoader[Batch], target: Target) -> Transport:
+    """Load, stage and copy every batch in turn, and take the time of each. On the CPU nothing is staged or copied."""
+    tally = Tally(target)
+    slots: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    load = stacking = stage = copy = 0.0
+    collate = loader.collate_fn
+
+    def timed_collate(samples: Any) -> Any:
+        nonlocal stacking
+        start = time.perf_counter()
+        batch = collate(samples)
+        stacking += time.perf_counter() - start
+        return batch
+
+    loader.collate_fn = timed_collate
+    batches = iter(loader)
+    loader.collate_fn = collate  # the iterator has taken the other one
+    while True:
+        start = time.perf_counter()
+        batch = next(batches, None)
+        loaded = time.perf_counter()
+        if batch is None:
+            break
+        load += loaded - start
+        if not target.accelerated:
+            tally.add(*batch)
+            continue
+
+        if slots is None:
+            slots = [(_pinned_like(leaf, target), torch.empty_like(leaf, device=target.device)) for leaf in batch]
+            for leaf, (pinned, _) in zip(batch, slots, strict=True):
+                pinned.copy_(leaf)  # first touch of fresh pages is no part of a steady copy
+        start = time.perf_counter()
+        for leaf, (pinned, _) in zip(batch, slots, strict=True):
+            pinned.copy_(leaf)
+        stage += time.perf_counter() - start
+        copy += _time_copy(slots, target)
+        tally.add(slots[0][1], slots[1][1])
+        target.synchronize()  # so that the sums do not run into the next batch's times
+    count = tally.batches
+    fetch = load - stacking if target.accelerated else load
+    return Transport(load / count, fetch / count, stage / count, copy / count, tally.result())
+
+
+def _pinned_like(leaf: torch.Tensor, target: Target) -> torch.Tensor:
+    pinnable = target.streams is not None
+    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=pinnable)
+
+
+def _time_copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], target: Target) -> float:
+    """Seconds from the first byte to the last, by the device's clock where it has events."""
+    start = time.perf_counter()
+    start_event = target.timing_event()
+    for source, destination in pairs:
+        destination.copy_(source, non_blocking=True)
+    end_event = target.timing_event()
+    target.synchronize()
+    if end_event is None:
+        return time.perf_counter() - start
+    return float(start_event.elapsed_time(end_event)) * 1e-3
+
+
+class ResidentBatches:
+    """`steps` batches that are on the device already, some different ones in turn, so that no cache holds the next."""
+
+    POOL = 8  # batches, or as many as fit into POOL_BYTES
+    POOL_BYTES = 1 << 30
+
+    def __init__(self, loader: DataLoader[Batch], target: Target, steps: int) -> None:
+        self.steps = steps
+        self.pool: list[Batch] = []
+        size = 0
+        for images, labels in loader:
+            self.pool.append((images.to(target.device), labels.to(target.device)))
+            size += images.nbytes
+            if len(self.pool) == self.POOL or size + images.nbytes > self.POOL_BYTES:
+                break
+        target.synchronize()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(self.steps):
+            yield self.pool[number % len(self.pool)]
+
+
+def time_compute(batches: ResidentBatches, step: Step, target: Target, sync_every_step: bool) -> Epoch:
+    """The training loop with nothing to load: the same loop, clock and checksum as every row."""
+    return time_epoch(batches, step, target, sync_every_step)

@@ -1,0 +1,93 @@
+"""The registry of rows: a way to get batches to the device, and the least time a step can take with it.
+
+A row is a function that takes the plain loader, the target and `prefetch_batches`, and gives a context manager around
+an iterable of batches on the device; every `iter()` of that starts an epoch. `@row` registers it, `--loaders` takes the
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from epoch import Batch
+from parts import Parts
+from target import Target
+from torch.utils.data import DataLoader
+
+Loader = DataLoader[Batch]
+Make = Callable[[Loader, Target, int], AbstractContextManager[Iterable[Batch]]]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`formula` says what `seconds` computes from the parts: the least time of a step."""
+
+    formula: str
+    seconds: Callable[[Parts], float]
+
+
+def overlapped(threads: int) -> Bound:
+    """Loading and staging on `threads` threads of their own. All runs beside all else, so the longest part decides."""
+    return Bound(
+        f"max((load + stage) / {threads}, copy, compute)",
+        lambda parts: max((parts.load + parts.stage) / threads, parts.copy, parts.compute),
+    )
+
+
+# For loading inside next(), in a loop that waits for every step: the parts add up.
+IN_TURN = Bound("load + stage + compute", lambda parts: parts.load + parts.stage + parts.compute)
+
+# Loading on a thread of its own that stacks nothing: the samples are gathered where they are staged.
+GATHERED = Bound(
+    "max(fetch + stage, copy, compute)",
+    lambda parts: max(parts.fetch + parts.stage, parts.copy, parts.compute),
+)
+
+# The same inside next(), where another thread stages: that can go on while the loop waits for its step.
+GATHERED_BESIDE_COMPUTE = Bound(
+    "max(fetch + max(stage, compute), copy)",
+    lambda parts: max(parts.fetch + max(parts.stage, parts.compute), parts.copy),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """`bound` holds for a loop that lets the device work on, `bound_in_sync` for one that waits for every step. A row
+    that does not overlap has the bound of those that do, so that its multiple shows what it loses.
+
+    `missing(target)` says why the row can't run here, or None. `overlaps`: loading goes on during the step.
+    """
+
+    name: str
+    description: str
+    make: Make
+    bound: Bound
+    bound_in_sync: Bound
+    overlaps: bool
+    missing: Callable[[Target], str | None]
+
+    def bound_for(self, sync_every_step: bool) -> Bound:
+        return self.bound_in_sync if sync_every_step else self.bound
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(
+    name: str,
+    description: str,
+    *,
+    bound: Bound,
+    bound_in_sync: Bound | None = None,
+    overlaps: bool,
+    missing: Callable[[Target], str | None] = lambda target: None,
+) -> Callable[[Make], Make]:
+    """Register the decorated function as row `name`; without `bound_in_sync`, `bound` holds for both loops."""
+
+    def register(make: Make) -> Make:
+        ROWS[name] = Row(name, description, make, bound, bound_in_sync or bound, overlaps, missing)
+        return make
+
+    return register

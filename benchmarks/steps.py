@@ -1,0 +1,114 @@
+"""The training steps: what the device does with a batch.
+
+A step is called with an image batch [N, C, H, W] and its labels [N] on the device, and returns a 0-dim tensor there,
+whose `item()` waits until the step is done.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+import torch
+from target import Target
+from torch import nn
+
+CLASSES = 1000
+
+
+class Step(ABC):
+    description: str
+
+    @abstractmethod
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor: ...
+
+
+class Kernels(Step):
+    """Eight matrix products of a fixed size and a sum over the batch: few launches, so the GPU is the bottleneck and
+    its time hardly varies. That is what makes a 2 % loss of overlap visible."""
+
+    PRODUCTS = 8
+    SIZE = 8192
+
+    def __init__(self, target: Target, size: int = SIZE) -> None:
+        self.size = size
+        generator = torch.Generator(target.device).manual_seed(0)
+
+        def matrix() -> torch.Tensor:
+            values = torch.empty(size, size, device=target.device, dtype=torch.bfloat16)
+            return values.normal_(generator=generator)
+
+        self.start = matrix()
+        self.weight = matrix().mul_(size**-0.5)  # keeps the size of the products near 1, however long the chain
+        self.buffers = [torch.empty_like(self.start) for _ in range(2)]
+        self.description = f"{self.PRODUCTS} products of {size} x {size} bf16 matrices and a sum over the batch"
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        source = self.start
+        for number in range(self.PRODUCTS):
+            result = self.buffers[number % 2]
+            torch.mm(source, self.weight, out=result)
+            source = result
+        # Last, so that the batch is in use until the step ends, as it is in training.
+        return images.sum()
+
+
+class Training(Step):
+    """Forward, backward and SGD of a network in bf16 autocast and channels_last."""
+
+    def __init__(self, target: Target, name: str, network: nn.Module) -> None:
+        self.device_type = target.device.type
+        self.network = network.to(memory_format=torch.channels_last).to(target.device).train()  # type: ignore[call-overload]
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
+        self.loss = nn.CrossEntropyLoss()
+        self.description = f"{name}: forward, backward and SGD, bf16 autocast, channels_last"
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        images = images.to(memory_format=torch.channels_last)
+        with torch.autocast(self.device_type, dtype=torch.bfloat16):
+            loss = self.loss(self.network(images), labels.remainder(CLASSES))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        detached: torch.Tensor = loss.detach()
+        return detached
+
+
+class Wait(Step):
+    """Stands for a step where there is no accelerator: the calling thread sleeps, so the CPU is free for loading."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.description = f"a timed wait of {seconds * 1e3:.1f} ms stands for the step: no claim rests on it"
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return images.view(-1)[0]
+
+
+def _convnet() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128), (128, 256)):
+        layers += [
+            nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, CLASSES))
+
+
+def make_step(name: str, target: Target) -> Step:
+    """The step called `name` on an accelerator; on the CPU a `Wait` takes its place (see `calibration`)."""
+    torch.manual_seed(0)
+    if name == "kernels":
+        return Kernels(target)
+    if name == "convnet":
+        return Training(target, "a net of 4 convolutions", _convnet())
+    try:
+        from torchvision.models import resnet50
+    except ModuleNotFoundError:
+        raise SystemExit(
+            "--step resnet50 needs torchvision, built for the torch installed here; --step convnet needs nothing"
+        ) from None
+    return Training(target, "ResNet-50", resnet50())

@@ -1,0 +1,161 @@
+"""How long a training step takes with each way of loading, beside the least that is possible.
+
+    python benchmarks/throughput.py
+
+No worker process is started, so it runs the same on Windows and in a notebook. benchmarks/README.md says what the
+figures mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import loaders  # noqa: F401  (registers the rows)
+from calibration import MIN_STEPS, make_plan
+from experiment import WrongBatches, run
+from report import table
+from rows import ROWS, Row
+from target import Target, describe, find_target
+from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, find_images, make_loader, make_workload
+
+STEPS = ("kernels", "resnet50", "convnet")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--workload", choices=DESCRIPTIONS, default="jpeg", help="what a sample costs on the host (jpeg)")
+    add("--data", type=Path, metavar="DIR", help="a folder of images for the workload jpeg")
+    add("--step", choices=STEPS, default="kernels", help="what the device does with a batch (kernels)")
+    add("--device", help="the current accelerator, or cpu where there is none")
+    add("--batch-size", type=_positive, help="samples; by default the largest up to 64 that keeps the run short")
+    add("--steps", type=_positive, help=f"an epoch; at least {MIN_STEPS}; by default as many as keep the run short")
+    add("--repeats", type=_positive, help="epochs of every row; by default 3 to 7")
+    add("--sync-every-step", action="store_true", help="read the loss after every step, as loops that print it do")
+    add("--loaders", help=f"comma list of rows, of {','.join(ROWS)} (all)")
+    add(
+        "--samples", type=_positive, help=f"different samples behind an epoch ({DISTINCT_SAMPLES}; all files of --data)"
+    )
+    add("--prefetch-batches", type=_positive, default=2, help="of gpuprefetch (2)")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write every figure, with raw repeats")
+    add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
+    options = parser.parse_args(arguments)
+
+    if options.steps is not None and options.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS}, or the first batch weighs too much; got {options.steps}")
+    if options.data is not None and options.workload != "jpeg":
+        parser.error(f"--data is for --workload jpeg, not {options.workload}")
+    if options.data is not None and not options.data.is_dir():
+        parser.error(f"--data {str(options.data)!r} is no folder")
+    unknown = [name for name in (options.loaders or "").split(",") if name and name not in ROWS]
+    if unknown:
+        parser.error(f"--loaders: no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    return options
+
+
+def choose_rows(wanted: str | None, target: Target) -> tuple[list[Row], list[dict[str, str]]]:
+    """The rows to run, and those that can't run here with the reason. Raises ValueError if none is left."""
+    chosen, left_out = [], []
+    for name in dict.fromkeys(wanted.split(",")) if wanted else ROWS:
+        reason = ROWS[name].missing(target) if name else None
+        if reason:
+            left_out.append({"name": name, "reason": reason})
+        elif name:
+            chosen.append(ROWS[name])
+    if not chosen:
+        raise ValueError("no row can run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
+    return chosen, left_out
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The whole result, as `--json` writes it."""
+    target = find_target(options.device)
+    rows, left_out = choose_rows(options.loaders, target)
+    samples = options.samples or DISTINCT_SAMPLES[options.workload]
+    if options.data is not None:
+        samples = min(options.samples or sys.maxsize, len(find_images(options.data)))
+    make = make_workload(options.workload, samples, options.seed, options.data)
+    plan = make_plan(options.step, target, make, rows, options.batch_size, options.steps, options.repeats)
+    loader = make_loader(make, plan.batch_size, plan.steps)
+    measured = run(plan, rows, loader, target, options.prefetch_batches, options.sync_every_step)
+
+    environment = describe(target)
+    notes = list(plan.notes)
+    if environment["cuda_launch_blocking"]:
+        notes.append("CUDA_LAUNCH_BLOCKING=1 is set: every copy and kernel waits, so nothing can overlap")
+    if options.workload == "jpeg":
+        source = str(options.data) if options.data else "the photo that matplotlib ships, cropped and varied"
+        description = f"{DESCRIPTIONS['jpeg']}, from {source}"
+    else:
+        description = DESCRIPTIONS[options.workload]
+    return {
+        "benchmark": "throughput",
+        "format": 1,
+        "environment": environment,
+        "settings": {
+            "workload": options.workload,
+            "workload_description": description,
+            "step": options.step if target.accelerated else "wait",
+            "step_description": plan.step.description,
+            "on_accelerator": target.accelerated,
+            "sync_every_step": options.sync_every_step,
+            "batch_size": plan.batch_size,
+            "steps": plan.steps,
+            "repeats": len(measured["parts_ms"]["load"]["raw"]),
+            "samples": samples,
+            "seed": options.seed,
+            "prefetch_batches": options.prefetch_batches,
+            "interval": "lowest to highest of the repeats",
+        },
+        **measured,
+        "left_out": left_out,
+        "notes": notes,
+    }
+
+
+def complaint(result: dict[str, Any]) -> str | None:
+    """Why the result must not be used, or None. Only a GPU-bound step is quiet enough to say so."""
+    settings = result["settings"]
+    below = [row for row in result["rows"] if row["below_bound"]]
+    if not below or not settings["on_accelerator"] or settings["step"] != "kernels":
+        return None
+    named = ", ".join(
+        f"{row['name']} took {row['ms_per_step']['median']:.2f} ms a step, its bound {row['bound_ms']['median']:.2f} ms"
+        for row in below
+    )
+    return f"not to be trusted: {named}, so a row beat its bound by more than 2 %; run it again on a quieter machine"
+
+
+def main(options: argparse.Namespace) -> int:
+    try:
+        result = measure(options)
+    except (ValueError, WrongBatches) as error:
+        print(f"throughput.py: {error}", file=sys.stderr)
+        return 1
+    print(table(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        from plot import draw
+
+        draw(result, options.plot)
+    wrong = complaint(result)
+    if wrong:
+        print(f"throughput.py: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_arguments()))

@@ -1,0 +1,161 @@
+"""The datasets: what it costs to make a sample on the host.
+
+Every sample is `(image, index)`: a float32 tensor [3, H, W] and the sample's place in the epoch. All that looks random
+is a function of the seed and the index, so every row and every repeat makes exactly the same batches: the rows do equal
+work, and what arrived can be compared.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from epoch import Batch
+from torch.utils.data import DataLoader, Dataset
+
+MakeImage = Callable[[int], torch.Tensor]
+
+IMAGE_SIZE = 224  # pixels a side, as for ImageNet
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+
+# What is in memory for each sample is repeated until the epoch is long enough, so that no workload needs much memory.
+DISTINCT_SAMPLES = {"jpeg": 256, "memory": 512, "python": 1}
+
+DESCRIPTIONS = {
+    "jpeg": "JPEG decode, random resized crop, flip and normalise by PIL, [3, 224, 224] float32",
+    "memory": "ready float32 tensors [3, 224, 224] in memory, only stacked",
+    "python": "a pure Python loop that holds the GIL, then a small tensor [3, 32, 32]",
+}
+
+
+class EndlessImages(Dataset[tuple[torch.Tensor, int]]):
+    """A map-style dataset of `length` samples; `make(index)` gives the image."""
+
+    def __init__(self, make: MakeImage, length: int) -> None:
+        self.make = make
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.make(index), index
+
+
+def make_loader(make: MakeImage, batch_size: int, batches: int) -> DataLoader[Batch]:
+    """The plain loader that every row wraps: no worker process, in order, pageable memory."""
+    loader: Any = DataLoader(EndlessImages(make, batch_size * batches), batch_size=batch_size, num_workers=0)
+    return cast("DataLoader[Batch]", loader)  # torch's type names a sample where this one names a batch
+
+
+def make_workload(name: str, samples: int, seed: int, folder: Path | None) -> MakeImage:
+    """The function from index to image for workload `name`, with `samples` different samples behind it."""
+    if name == "jpeg":
+        return _jpeg(samples, seed, folder)
+    if name == "memory":
+        return _memory(samples, seed)
+    return _python(seed)
+
+
+def _memory(samples: int, seed: int) -> MakeImage:
+    generator = torch.Generator().manual_seed(seed)
+    images = [torch.rand(3, IMAGE_SIZE, IMAGE_SIZE, generator=generator) for _ in range(samples)]
+    return lambda index: images[index % samples]
+
+
+def _python(seed: int) -> MakeImage:
+    def make(index: int) -> torch.Tensor:
+        value = seed + index
+        for _ in range(10_000):  # about 0.6 ms, with the GIL held
+            value = (value * 1_103_515_245 + 12_345) & 0x7FFF_FFFF
+        return torch.full((3, 32, 32), value / 0x7FFF_FFFF)
+
+    return make
+
+
+def _jpeg(samples: int, seed: int, folder: Path | None) -> MakeImage:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise SystemExit('workload jpeg needs Pillow: python -m pip install ".[bench]"') from None
+    import numpy
+
+    read: Callable[[int], Path | io.BytesIO]
+    if folder is not None:
+        paths = find_images(folder)[:samples]
+        count = len(paths)
+        read = paths.__getitem__
+    else:
+        encoded = vary_photo(samples, seed)
+        count = len(encoded)
+
+        def read(position: int) -> io.BytesIO:
+            return io.BytesIO(encoded[position])
+
+    mean = numpy.array([0.485, 0.456, 0.406], dtype=numpy.float32) * 255
+    scale = 1 / (numpy.array([0.229, 0.224, 0.225], dtype=numpy.float32) * 255)
+
+    def make(index: int) -> torch.Tensor:
+        chance = random.Random(seed * 1_000_003 + index)
+        with Image.open(read(index % count)) as file:
+            photo = file.convert("RGB")
+        box = _random_box(photo.width, photo.height, chance)
+        photo = photo.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR, box=box)
+        if chance.random() < 0.5:
+            photo = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        # In numpy: torch would split each of these small operations over its threads, and a sample's cost would then
+        # depend on what else runs on the machine.
+        pixels = (numpy.asarray(photo, dtype=numpy.float32) - mean) * scale
+        return torch.from_numpy(numpy.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+    return make
+
+
+def _random_box(width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
+    """A crop of 8 to 100 % of the area and an aspect of 3/4 to 4/3, the usual choice for ImageNet: (left, top, right,
+    bottom) in pixels."""
+    area = width * height * chance.uniform(0.08, 1.0)
+    aspect = chance.uniform(3 / 4, 4 / 3)
+    crop_width = max(1, min(width, round((area * aspect) ** 0.5)))
+    crop_height = max(1, min(height, round((area / aspect) ** 0.5)))
+    left = chance.randint(0, width - crop_width)
+    top = chance.randint(0, height - crop_height)
+    return left, top, left + crop_width, top + crop_height
+
+
+def vary_photo(samples: int, seed: int) -> list[bytes]:
+    """`samples` different JPEG files in memory, cut from the photo that matplotlib ships, 500 x 400 pixels each."""
+    try:
+        from matplotlib.cbook import get_sample_data
+    except ModuleNotFoundError:
+        raise SystemExit(
+            'workload jpeg needs matplotlib for its photo (python -m pip install ".[bench]"), or --data DIR'
+        ) from None
+    from PIL import Image, ImageEnhance
+
+    chance = random.Random(seed)
+    with Image.open(get_sample_data("grace_hopper.jpg", asfileobj=False)) as file:
+        photo = file.convert("RGB")
+    files = []
+    for _ in range(samples):
+        width = chance.randint(round(0.7 * photo.width), photo.width)
+        height = chance.randint(round(0.6 * photo.height), round(0.8 * photo.height))
+        left, top = chance.randint(0, photo.width - width), chance.randint(0, photo.height - height)
+        varied = photo.crop((left, top, left + width, top + height)).resize((500, 400))
+        varied = ImageEnhance.Brightness(varied).enhance(chance.uniform(0.7, 1.3))
+        buffer = io.BytesIO()
+        varied.save(buffer, "JPEG", quality=90)
+        files.append(buffer.getvalue())
+    return files
+
+
+def find_images(folder: Path) -> Sequence[Path]:
+    """The image files under `folder`, sorted. Raises ValueError if there are none."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    if not paths:
+        raise ValueError(f"--data {str(folder)!r} holds no image; looked for {', '.join(sorted(IMAGE_SUFFIXES))}")
+    return paths

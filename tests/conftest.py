@@ -1,0 +1,116 @@
+"""What a machine must have for a test, and how two tensors are compared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    required = os.environ.get("GPUPREFETCH_REQUIRE_GPU") == "1"
+    if not torch.cuda.is_available():
+        if required:
+            pytest.fail("GPUPREFETCH_REQUIRE_GPU=1, and torch finds no CUDA device", pytrace=False)
+        pytest.skip("no CUDA device")
+    if required:
+        from gpuprefetch._extension import extension
+
+        try:
+            extension()
+        except ImportError as error:
+            pytest.fail(f"GPUPREFETCH_REQUIRE_GPU=1, and the compiled module can't be used: {error}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def same() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Asserts that a tensor is what ``tensor.to(device)`` gave: type, metadata, strides and bytes."""
+    return _assert_same
+
+
+@pytest.fixture(scope="session")
+def spin() -> Callable[[float], None]:
+    """``spin(milliseconds)`` queues that much work on the current CUDA stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cycles = 20_000_000
+    torch.cuda._sleep(cycles)  # the first one loads the kernel, and wakes the clock
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    per_millisecond = cycles / start.elapsed_time(end)
+    return lambda milliseconds: torch.cuda._sleep(int(milliseconds * per_millisecond))
+
+
+def _assert_same(out: torch.Tensor, expected: torch.Tensor) -> None:
+    assert type(out) is type(expected)
+    for name in ("device", "dtype", "layout", "requires_grad", "is_quantized", "is_nested"):
+        assert getattr(out, name) == getattr(expected, name), name
+    for name in ("is_conj", "is_neg", "is_inference", "_is_zerotensor"):
+        assert getattr(out, name)() == getattr(expected, name)(), name
+    assert (out.grad_fn is None) == (expected.grad_fn is None)
+    if hasattr(expected, "__tensor_flatten__"):
+        _assert_same_parts(out, expected)
+    elif expected.is_nested:
+        assert len(out.unbind()) == len(expected.unbind())
+        for a, b in zip(out.unbind(), expected.unbind(), strict=True):
+            _assert_same_strided(a, b)
+    elif expected.layout is torch.strided:
+        _assert_same_strided(out, expected)
+    elif expected.layout is torch._mkldnn:
+        _assert_same_strided(out.to_dense(), expected.to_dense())
+    else:
+        assert out.shape == expected.shape
+        if expected.layout is torch.sparse_coo:
+            assert out.is_coalesced() == expected.is_coalesced()
+        for a, b in zip(_sparse_parts(out), _sparse_parts(expected), strict=True):
+            _assert_same_strided(a, b)
+
+
+def _assert_same_parts(out: torch.Tensor, expected: torch.Tensor) -> None:
+    names, _ = expected.__tensor_flatten__()
+    assert out.__tensor_flatten__()[0] == names and names
+    for name in names:
+        _assert_same(getattr(out, name), getattr(expected, name))
+
+
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def _assert_same_strided(out: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (out.shape, out.stride(), out.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert out.storage_offset() == expected.storage_offset()
+    assert getattr(out, "names", None) == getattr(expected, "names", None)  # gone in newer versions of torch
+    if expected.is_quantized:
+        assert out.qscheme() == expected.qscheme()
+        if expected.qscheme() == torch.per_tensor_affine:
+            assert (out.q_scale(), out.q_zero_point()) == (expected.q_scale(), expected.q_zero_point())
+        else:
+            assert torch.equal(out.q_per_channel_scales(), expected.q_per_channel_scales())
+            assert torch.equal(out.q_per_channel_zero_points(), expected.q_per_channel_zero_points())
+            assert out.q_per_channel_axis() == expected.q_per_channel_axis()
+        out, expected = out.int_repr(), expected.int_repr()
+    if expected.device.type != "meta":
+        assert torch.equal(_bytes(out), _bytes(expected))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in order, as bytes: NaNs compare, and so do elements of dtypes that have no operators."""
+    plain = tensor.detach()
+    if any(getattr(plain, "names", ())):
+        plain = plain.rename(None)
+    dense = plain.cpu().resolve_conj().resolve_neg()
+    if type(dense) is not torch.Tensor:
+        dense = dense.as_subclass(torch.Tensor)
+    if not dense.is_contiguous():
+        dense = dense.contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

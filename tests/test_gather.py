@@ -1,0 +1,191 @@
+"""Samples that the copy gathers: the same batch as ``default_collate`` makes, and its errors where it makes none."""
+
+import collections
+import typing
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from gpuprefetch import PrefetchIterator, _batch
+from gpuprefetch._extension import extension
+from gpuprefetch._gather import gathering
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+class Typed(typing.NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
+class Bag(dict):
+    pass
+
+
+class Checked(Pair):
+    def __new__(cls, x, y):
+        assert isinstance(x, torch.Tensor)
+        return super().__new__(cls, x, y)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def image(i, **options):
+    return torch.arange(2048.0, **options).add_(i).reshape(2, 32, 32)
+
+
+def gathered(samples):
+    """What collate leaves, and that with every stack made."""
+    batch = gathering(default_collate, extension().can_gather)(samples)
+    stacks = [leaf for leaf in _batch.leaves(batch) if isinstance(leaf, _batch.Stack)]
+    moved = {id(leaf): leaf for leaf in _batch.leaves(batch)}
+    moved |= {id(stack): torch.stack(stack.samples) for stack in stacks}
+    return len(stacks), _batch.replace(batch, moved)
+
+
+def same(got, wanted):
+    assert type(got) is type(wanted)
+    if isinstance(wanted, torch.Tensor):
+        assert (
+            got.dtype == wanted.dtype and got.stride() == wanted.stride() and got.requires_grad == wanted.requires_grad
+        )
+        assert torch.equal(got.detach(), wanted.detach())
+    elif isinstance(wanted, dict):
+        assert list(got) == list(wanted)
+        for key in wanted:
+            same(got[key], wanted[key])
+    elif isinstance(wanted, (list, tuple)):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            same(one, other)
+    else:
+        assert got == wanted
+
+
+SAMPLES = {
+    "tensor": (1, image),
+    "pair": (1, lambda i: (image(i), i)),
+    "list": (1, lambda i: [image(i), "name"]),
+    "dict, nested": (2, lambda i: {"a": image(i), "b": {"c": (image(i + 1), 1.5)}, "s": "x"}),
+    "namedtuple": (1, lambda i: Pair(image(i), i)),
+    "NamedTuple": (1, lambda i: Typed(image(i), i)),
+    "numpy": (1, lambda i: (image(i).numpy(), i)),
+    "uint8": (1, lambda i: image(0, dtype=torch.int64).to(torch.uint8).repeat(4, 1, 1)),
+    "complex": (1, lambda i: image(i).to(torch.complex64)),
+    # What stays default_collate's.
+    "small": (0, lambda i: torch.tensor([i])),
+    "numbers": (0, lambda i: (i, float(i), "s", b"b")),
+    "transposed": (0, lambda i: image(i).transpose(1, 2)),
+    "channels_last": (0, lambda i: image(i)[None].to(memory_format=torch.channels_last)),
+    "expanded": (0, lambda i: torch.ones(1).expand(4096)),
+    "conjugated": (0, lambda i: image(i).to(torch.complex64).conj()),
+    "requires grad": (0, lambda i: image(i).requires_grad_()),
+    "subclass": (0, lambda i: image(i).as_subclass(Sub)),
+    "one of them a subclass": (0, lambda i: image(i).as_subclass(Sub) if i == 2 else image(i)),
+    "mixed dtypes": (0, lambda i: image(i).to(torch.float64) if i == 1 else image(i)),
+    "dict subclass": (0, lambda i: Bag(a=image(i))),
+    "inside a dict subclass": (0, lambda i: (1, Bag(a=image(i)))),
+    "namedtuple that checks": (0, lambda i: Checked(image(i), i)),
+    "empty": (0, lambda i: torch.ones(0, 8)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_gathered_batch_is_the_collated_one(name):
+    stacks, make = SAMPLES[name]
+    samples = [make(i) for i in range(5)]
+    got = gathered(samples)
+    same(got[1], default_collate(samples))
+    assert got[0] == stacks
+
+
+FAULTS = {
+    "ragged": lambda i: torch.ones(2048 + i),
+    "no batch": None,
+    "ragged in a dict": lambda i: {"a": image(i), "b": torch.ones(4096, 1 + i % 2)},
+    "an object": lambda i: (image(i), object()),
+    "other keys": lambda i: {str(i): image(i)},
+    "lists of other lengths": lambda i: [image(i)] * (1 + i),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_errors_are_those_of_default_collate(name):
+    make = FAULTS[name]
+    samples = [make(i) for i in range(3)] if make else []
+
+    def error(collate):
+        with pytest.raises(Exception) as raised:  # noqa: B017
+            collate(samples)
+        return type(raised.value), str(raised.value)
+
+    assert error(gathered) == error(default_collate)
+
+
+def test_a_collate_function_of_the_users_is_left_alone():
+    def collate(samples):
+        return samples
+
+    assert gathering(collate, extension().can_gather) is collate
+
+
+def test_registered_collate_functions_stay_in_force(monkeypatch):
+    functions = torch.utils.data._utils.collate.default_collate_fn_map
+    monkeypatch.setitem(functions, np.ndarray, lambda batch, *, collate_fn_map=None: "mine")
+    assert gathered([image(i).numpy() for i in range(2)]) == (0, "mine")
+    monkeypatch.setitem(functions, torch.Tensor, lambda batch, *, collate_fn_map=None: "mine too")
+    assert gathered([image(i) for i in range(2)]) == (0, "mine too")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_gathered_batches_on_the_device(name, num_threads):
+    _, make = SAMPLES[name]
+    loader = DataLoader([make(i) for i in range(23)], batch_size=5)
+    wanted = list(loader)
+    got = list(PrefetchIterator(loader, "cuda", num_threads=num_threads, pinned_bytes=1 << 20))
+    assert len(got) == len(wanted)
+
+    def to_host(value):
+        return {
+            id(leaf): leaf.cpu() for leaf in _batch.leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda
+        }
+
+    for one, other in zip(got, wanted, strict=True):
+        assert all(leaf.is_cuda for leaf in _batch.leaves(one))
+        keep = to_host(one)
+        same(_batch.replace(one, keep), other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_samples_of_half_a_piece_and_more_cross_pieces(num_threads):
+    data = torch.randn(70, 331_777)  # 1.3 MB each, pieces of 2 MiB
+    loader = DataLoader(data, batch_size=16)
+    got = list(PrefetchIterator(loader, "cuda", num_threads=num_threads))
+    assert torch.equal(torch.cat(got).cpu(), data)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_a_dataset_that_fills_the_same_samples_again(num_threads):
+    """Invariant 3: the samples are the dataset's own memory, and read before it is asked for the next batch."""
+
+    class Reusing(torch.utils.data.Dataset):
+        def __init__(self):
+            self.rows = torch.zeros(4, 1 << 16)
+
+        def __len__(self):
+            return 80
+
+        def __getitem__(self, i):
+            return self.rows[i % 4].fill_(i)
+
+    loader = DataLoader(Reusing(), batch_size=4)
+    got = [batch[:, ::4096].tolist() for batch in PrefetchIterator(loader, "cuda", num_threads=num_threads)]
+    assert got == [[[float(i)] * 16 for i in range(n, n + 4)] for n in range(0, 80, 4)]

@@ -1,0 +1,767 @@
+"""Break, error, garbage collection, close(), Ctrl-C and exit each end the threads and free the memory, in time."""
+
+import _thread
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+from loaders import THREADS, Gate, Ramp, eventually, finish, script, start, threads, vals, within
+from torch.utils.data import DataLoader, IterableDataset
+
+from gpuprefetch import PrefetchIterator, _threads
+
+
+class Source:
+    """Endless batches from a generator that says when it is closed. Held here too: dropping it does not close it."""
+
+    def __init__(self):
+        self.begun = []
+        self.closed = threading.Event()
+
+    def __iter__(self):
+        self.begun.append(self._batches())
+        return self.begun[-1]
+
+    def _batches(self):
+        i = 0
+        try:
+            while True:
+                yield torch.tensor([i])
+                i += 1
+        except GeneratorExit:
+            self.closed.set()
+            raise
+
+
+@pytest.fixture
+def before():
+    """The package's threads that other tests left."""
+    gc.collect()
+    return threads()
+
+
+@pytest.fixture
+def without_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """A thread in the user's code is waited for 0.3 s."""
+    monkeypatch.setattr(_threads, "JOIN_SECONDS", 0.3)
+
+
+# --- epochs that are left
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_abandoned_epochs_leave_nothing(num_threads, before):
+    data = Ramp(1000)
+    ref = weakref.ref(data)
+    for _ in range(50):
+        for batch in PrefetchIterator(DataLoader(data, batch_size=1), device="cpu", num_threads=num_threads):
+            assert int(batch[0, 0]) == 0
+            break
+    del data, batch
+    assert eventually(lambda: not threads(since=before))
+    assert eventually(lambda: ref() is None)
+
+
+def to_the_end(p):
+    assert len(vals(p)) == 5
+
+
+def break_off(p):
+    for _ in p:
+        break
+
+
+def raise_in_the_loop(p):
+    with pytest.raises(ZeroDivisionError):
+        for _ in p:
+            raise ZeroDivisionError
+
+
+def close_the_epoch(p):
+    it = iter(p)
+    next(it)
+    it.close()
+
+
+def close_the_object(p):
+    it = iter(p)
+    next(it)
+    p.close()
+
+
+def leave_the_with(p):
+    with p:
+        next(p)
+
+
+def only_begin(p):
+    iter(p)
+
+
+def only_next(p):
+    next(p)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize(
+    "leave",
+    [
+        to_the_end,
+        break_off,
+        raise_in_the_loop,
+        close_the_epoch,
+        close_the_object,
+        leave_the_with,
+        only_begin,
+        only_next,
+    ],
+)
+def test_loader_dataset_and_batches_are_freed_without_a_collection(leave, num_threads, before, without_collection):
+    class Tracked:
+        def __init__(self):
+            self.made = []
+
+        def __iter__(self):
+            for i in range(5):
+                batch = torch.tensor([i])
+                self.made.append(weakref.ref(batch))
+                yield batch
+                del batch
+
+    loader = Tracked()
+    refs, made = [weakref.ref(loader)], loader.made
+    p = PrefetchIterator(loader, device="cpu", num_threads=num_threads)
+    del loader
+    leave(p)
+    del p
+    assert eventually(lambda: not threads(since=before), collect=False)
+    assert eventually(lambda: [ref() for ref in refs + made] == [None] * (1 + len(made)), collect=False)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_closed_epoch_keeps_no_batch(num_threads, before):
+    made = []
+
+    def batches():
+        for i in range(9):
+            batch = torch.tensor([i])
+            made.append(weakref.ref(batch))
+            yield batch
+
+    it = iter(PrefetchIterator(batches(), device="cpu", num_threads=num_threads, prefetch_batches=4))
+    next(it)
+    assert eventually(lambda: len(made) == (5 if num_threads else 1))
+    it.close()
+    assert eventually(lambda: all(ref() is None for ref in made))
+    assert not threads(since=before)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_closed_epoch_keeps_no_loader(num_threads, before, without_collection):
+    data = Ramp(9)
+    ref = weakref.ref(data)
+    it = iter(PrefetchIterator(DataLoader(data, batch_size=1), device="cpu", num_threads=num_threads))
+    next(it)
+    del data
+    assert ref() is not None
+    it.close()
+    assert eventually(lambda: ref() is None, seconds=3, collect=False)
+    assert next(it, "ended") == "ended"
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("leave", [break_off, raise_in_the_loop, close_the_epoch, close_the_object, leave_the_with])
+def test_a_generator_is_closed(leave, num_threads, without_collection):
+    source = Source()
+    p = PrefetchIterator(source, device="cpu", num_threads=num_threads)
+    leave(p)
+    assert source.closed.wait(10)
+    assert len(source.begun) == 1
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_loader_begun_anew_by_iter_closes_the_generator_of_next(num_threads):
+    source = Source()
+    p = PrefetchIterator(source, device="cpu", num_threads=num_threads)
+    next(p)
+    it = iter(p)
+    assert source.closed.wait(10)
+    assert vals([next(it), next(it)]) == [0, 1]
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_nested_prefetchers_end_together(num_threads, before):
+    source = Source()
+    inner = PrefetchIterator(source, device="cpu", num_threads=num_threads)
+    outer = PrefetchIterator(inner, device="cpu", num_threads=num_threads)
+    for batch in outer:
+        assert int(batch) == 0
+        break
+    assert source.closed.wait(10)
+    assert eventually(lambda: not threads(since=before), collect=False)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_cycle_is_collected(num_threads, before):
+    class Trainer:
+        pass
+
+    def make():
+        trainer = Trainer()
+        trainer.me = trainer
+        trainer.batches = iter(PrefetchIterator(Source(), device="cpu", num_threads=num_threads))
+        trainer.first = next(trainer.batches)
+        return weakref.ref(trainer)
+
+    ref = make()
+    assert eventually(lambda: ref() is None and not threads(since=before))
+
+
+def test_a_cycle_may_be_collected_by_a_loader_thread(before):
+    """Its finalizer then runs in a thread of ours, which must not wait for itself."""
+
+    class Cycle:
+        pass
+
+    def hook(i):
+        if i == 3:
+            gc.collect()
+            collected.append((ref(), threading.current_thread().name))
+
+    collected, own = [], Cycle()
+    own.me = own
+    own.batches = iter(PrefetchIterator(Source(), device="cpu"))
+    next(own.batches)
+    ref = weakref.ref(own)
+    gc.disable()
+    try:
+        del own
+        assert within(20, lambda: vals(PrefetchIterator(DataLoader(Ramp(6, hook=hook)), device="cpu"))) == [*range(6)]
+    finally:
+        gc.enable()
+    ((gone, name),) = collected
+    assert gone is None
+    assert name.startswith("gpuprefetch-")
+    assert eventually(lambda: not threads(since=before))
+
+
+def test_an_epoch_that_is_collected_within_its_own_thread(before):
+    """The epoch's own dataset drops the last reference to it."""
+    held = []
+
+    def hook(i):
+        if i == 2:
+            held.clear()
+            gc.collect()
+
+    gate = Gate(at=2)
+
+    def gated(i):
+        gate(i)
+        hook(i)
+
+    with gate:
+        held.append(iter(PrefetchIterator(DataLoader(Ramp(9, hook=gated)), device="cpu", prefetch_batches=3)))
+        assert gate.reached.wait(20)
+    assert eventually(lambda: not held and not threads(since=before))
+
+
+# --- close()
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_close_ends_live_epochs_and_iterating_starts_afresh(num_threads, before):
+    p = PrefetchIterator(DataLoader(Ramp(9), batch_size=1), device="cpu", num_threads=num_threads)
+    one, two = iter(p), iter(p)
+    assert vals([next(one), next(one), next(two), next(p)]) == [0, 1, 0, 0]
+    p.close()
+    assert not threads(since=before)
+    assert next(one, "ended") == next(two, "ended") == "ended"
+    assert vals([next(p), next(p)]) == [0, 1]
+    assert vals(p) == list(range(9))
+    p.close()
+    p.close()
+    assert vals(p) == list(range(9))
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_an_epochs_close_leaves_the_others(num_threads):
+    p = PrefetchIterator(DataLoader(Ramp(5), batch_size=1), device="cpu", num_threads=num_threads)
+    one, two = iter(p), iter(p)
+    assert vals([next(one), next(two)]) == [0, 0]
+    one.close()
+    one.close()
+    assert next(one, "ended") == "ended"
+    assert vals(two) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_with_closes_and_gives_the_object(num_threads, before):
+    p = PrefetchIterator(DataLoader(Ramp(5), batch_size=1), device="cpu", num_threads=num_threads)
+    with p as same:
+        assert same is p
+        it = iter(p)
+        assert vals([next(it)]) == [0]
+    assert not threads(since=before)
+    assert next(it, "ended") == "ended"
+    with pytest.raises(ZeroDivisionError), p:
+        it = iter(p)
+        raise ZeroDivisionError
+    assert next(it, "ended") == "ended"
+
+
+def test_close_from_another_thread_ends_a_waiting_next(before):
+    with Gate(at=1) as gate:
+        p = PrefetchIterator(DataLoader(Ramp(5, hook=gate), batch_size=1), device="cpu")
+        it, ended = iter(p), []
+        assert vals([next(it)]) == [0]
+        waiting = threading.Thread(target=lambda: ended.append(next(it, "ended")), daemon=True)
+        waiting.start()
+        assert gate.reached.wait(20)
+        closing = threading.Thread(target=p.close, daemon=True)
+        closing.start()
+        waiting.join(10)
+        assert ended == ["ended"]
+        gate.opened.set()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert not threads(since=before)
+
+
+@pytest.mark.parametrize("what", ["object", "epoch"])
+def test_close_during_next_again_and_again(what, monkeypatch, before):
+    """next() gives the next batch or the end, and nothing else, wherever close() meets it."""
+    monkeypatch.setattr("gpuprefetch._epoch._SLICE_SECONDS", 1e-4)
+    wrong = []
+    for _ in range(300):
+        p = PrefetchIterator(DataLoader(Ramp(3, hook=lambda i: time.sleep(2e-4)), batch_size=1), device="cpu")
+        it, go = iter(p), threading.Barrier(2)
+
+        def consume(it=it, go=go):
+            go.wait(10)
+            for expected in range(4):
+                try:
+                    got = int(next(it)[0, 0])
+                except StopIteration:
+                    return
+                except BaseException as error:
+                    wrong.append(error)
+                    return
+                if got != expected:
+                    wrong.append(got)
+
+        consumer = threading.Thread(target=consume, daemon=True)
+        consumer.start()
+        go.wait(10)
+        (p if what == "object" else it).close()
+        consumer.join(10)
+        assert not consumer.is_alive()
+    assert wrong == []
+    assert eventually(lambda: not threads(since=before))
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+@pytest.mark.parametrize("kind", ["dataset", "generator"])
+def test_close_from_another_thread_while_a_batch_loads(kind, num_threads, before, hasty):
+    gate = Gate(at=1)
+
+    def batches():
+        for i in range(5):
+            gate(i)
+            yield torch.full((4,), i)
+
+    loader = batches() if kind == "generator" else DataLoader(Ramp(5, hook=gate), batch_size=1)
+    with gate, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the thread is stuck
+        p = PrefetchIterator(loader, device="cpu", num_threads=num_threads)
+        it, got = iter(p), []
+        consumer = threading.Thread(target=lambda: got.extend(vals(it)), daemon=True)
+        consumer.start()
+        assert gate.reached.wait(20)
+        within(10, p.close)
+        gate.opened.set()
+        consumer.join(10)
+        assert not consumer.is_alive()
+        assert got in ([0], [0, 1])
+        assert next(it, "ended") == "ended"
+    assert eventually(lambda: not threads(since=before))
+
+
+def test_a_dataset_may_close_the_object_it_is_loaded_by(before):
+    def hook(i):
+        if i == 2:
+            p.close()
+
+    p = PrefetchIterator(DataLoader(Ramp(9, hook=hook), batch_size=1), device="cpu", prefetch_batches=1)
+    got = within(20, lambda: vals(p))
+    assert got in ([0], [0, 1])
+    assert eventually(lambda: not threads(since=before))
+
+
+# --- a thread that does not come back from the user's code
+
+
+def stuck(gate):
+    def stand_here(i):
+        gate(i)
+
+    return stand_here
+
+
+def test_a_stuck_thread_is_waited_for_two_seconds_and_left_with_one_warning(before):
+    with Gate(at=1) as gate:
+        p = PrefetchIterator(DataLoader(Ramp(5, hook=stuck(gate)), batch_size=1), device="cpu")
+        it = iter(p)
+        assert vals([next(it)]) == [0]
+        assert gate.reached.wait(20)
+        (thread,) = threads(since=before)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            started = time.monotonic()
+            p.close()
+            waited = time.monotonic() - started
+            assert 1.5 < waited < 4
+            # It has been given up once: nothing waits for it, or warns, a second time.
+            started = time.monotonic()
+            p.close()
+            it.close()
+            assert next(it, "ended") == "ended"
+            del it, p
+            gc.collect()
+            assert time.monotonic() - started < 1.5
+        assert [w.category for w in caught] == [RuntimeWarning]
+        text = str(caught[0].message)
+        assert thread.name in text
+        assert "2 s" in text
+        assert "stand_here" in text and "opened.wait" in text
+        assert thread.is_alive() and thread.daemon
+    assert eventually(lambda: not threads(since=before))
+
+
+def test_several_stuck_threads_are_waited_for_together(before, monkeypatch):
+    monkeypatch.setattr(_threads, "JOIN_SECONDS", 0.5)
+    gates = []
+
+    class Stuck:
+        def __iter__(self):
+            gate = Gate(at=0)
+            gates.append(gate)
+            gate(0)
+            yield torch.ones(1)
+
+    p = PrefetchIterator(Stuck(), device="cpu")
+    epochs = [iter(p) for _ in range(6)]
+    assert eventually(lambda: len(gates) == 6 and all(gate.reached.is_set() for gate in gates))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        started = time.monotonic()
+        p.close()
+        waited = time.monotonic() - started
+        for gate in gates:
+            gate.opened.set()
+        del epochs
+    assert waited < 1.5
+    assert eventually(lambda: not threads(since=before))
+
+
+def test_a_thread_left_behind_ends_when_it_comes_back_and_its_batch_is_dropped(before, hasty):
+    made = []
+
+    class Late:
+        def __iter__(self):
+            gate(0)
+            batch = torch.ones(1)
+            made.append(weakref.ref(batch))
+            yield batch
+
+    with Gate(at=0) as gate, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        it = iter(PrefetchIterator(Late(), device="cpu"))
+        assert gate.reached.wait(20)
+        it.close()
+        assert threads(since=before)
+    assert eventually(lambda: not threads(since=before))
+    assert eventually(lambda: len(made) == 1 and made[0]() is None)
+    assert next(it, "ended") == "ended"
+
+
+# --- growth
+
+
+def handles():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_threads_and_file_handles_are_flat_over_200_epochs(num_threads, before):
+    p = PrefetchIterator(DataLoader(Ramp(10), batch_size=1), device="cpu", num_threads=num_threads)
+    counted, files = set(), []
+    for epoch in range(200):
+        for step, _ in enumerate(p):
+            if epoch % 2 and step == 4:
+                break
+        counted.add(len(threads(since=before)))
+        if epoch in (20, 199) and os.path.isdir("/proc/self/fd"):
+            files.append(handles())
+    assert max(counted) <= 1
+    assert len(set(files)) <= 1
+    assert eventually(lambda: not threads(since=before), collect=False)
+
+
+def test_objects_are_flat_over_epochs(before):
+    loader = DataLoader(Ramp(3), batch_size=1)
+    counts = []
+    for _ in range(4):
+        for _ in range(10):
+            assert vals(PrefetchIterator(loader, device="cpu")) == [0, 1, 2]
+        assert eventually(lambda: not threads(since=before))
+        gc.collect()
+        counts.append(sum(type(thing).__module__.startswith("gpuprefetch") for thing in gc.get_objects()))
+    assert counts[1:] == counts[:1] * 3
+
+
+# --- the end of the process
+
+ENDINGS = {
+    "pass": ("", 0, ""),
+    "exit": ("sys.exit(3)", 3, ""),
+    "error": ("raise ValueError('in the loop')", 1, "ValueError: in the loop"),
+    "del": ("del zero, one, slow", 0, ""),
+    "collected": ("box = [zero, one, slow]; box.append(box); del zero, one, slow, box", 0, ""),
+    "waiting": ("threading.Thread(target=list, args=(slow,), daemon=True).start(); slow_reached.wait(20)", 0, ""),
+    "dataset": ("list(PrefetchIterator(DataLoader(Ramp(9, hook=lambda i: sys.exit(4))), 'cpu'))", 4, ""),
+}
+
+BEGIN = """
+slow_reached = threading.Event()
+def slow_hook(i):
+    if i:
+        slow_reached.set()
+        time.sleep(0.3)
+data = TensorDataset(torch.randn(4096, 64))
+zero = iter(PrefetchIterator(DataLoader(data, batch_size=8), device="cpu", num_threads=0))
+one = iter(PrefetchIterator(DataLoader(data, batch_size=8), device="cpu", num_threads=1))
+slow = iter(PrefetchIterator(DataLoader(Ramp(9, hook=slow_hook)), device="cpu", num_threads=1))
+for it in (zero, zero, one, one, slow):
+    next(it)
+print("begun", flush=True)
+"""
+
+# Forks before anything has a thread, to import torch once only. Each child then runs to the end of the program.
+FORK_EACH = """
+children = {}
+for name in NAMES:
+    if (pid := os.fork()) == 0:
+        for stream, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(os.path.join(FOLDER, f"{name}.{stream}"), os.O_WRONLY | os.O_CREAT), number)
+        mine = name
+        break
+    children[pid] = name
+else:
+    while children:
+        pid, status = os.wait()
+        print(children.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+    sys.exit()
+"""
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory):
+    """The return code, stdout and stderr of each ending."""
+    if not hasattr(os, "fork"):
+        running = {name: start(BEGIN + code) for name, (code, _, _) in ENDINGS.items()}
+        return {name: finish(process, 90) for name, process in running.items()}
+    folder = tmp_path_factory.mktemp("endings")
+    names = f"NAMES, FOLDER = {list(ENDINGS)!r}, {str(folder)!r}\n"
+    codes = f"exec({ {name: code for name, (code, _, _) in ENDINGS.items()}!r}[mine])"
+    code, out, err = script(names + FORK_EACH + BEGIN + codes, 90)
+    assert code == 0, err
+    return {
+        name: (int(code), (folder / f"{name}.out").read_text(), (folder / f"{name}.err").read_text())
+        for name, code in (line.split() for line in out.splitlines())
+    }
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_process_ends(ending, endings):
+    _, expected, last_line = ENDINGS[ending]
+    code, out, err = endings[ending]
+    assert code == expected, err
+    assert out == "begun\n"
+    if last_line:
+        assert err.strip().splitlines()[-1] == last_line
+        assert "gpuprefetch" not in err
+    else:
+        assert err == ""
+
+
+def test_exit_with_a_stuck_dataset_takes_bounded_time():
+    """Two threads are stuck; one of them has been given up before, with its warning."""
+    code, out, err = script(
+        """
+        def stand_here(i):
+            if i:
+                reached.release()
+                time.sleep(3600)
+        reached = threading.Semaphore(0)
+        p = PrefetchIterator(DataLoader(Ramp(9, hook=stand_here)), device="cpu")
+        given_up, other = iter(p), iter(p)
+        assert reached.acquire(timeout=20) and reached.acquire(timeout=20)
+        given_up.close()
+        print(time.time())
+        """
+    )
+    ended = time.time()
+    assert code == 0, err
+    assert ended - float(out) < 8  # 2 s for the thread, and the interpreter's own end
+    assert err.count("RuntimeWarning") == 2, err
+    assert err.count("in stand_here") == 2, err
+    assert "Fatal Python" not in err and "terminate called" not in err
+
+
+def test_an_interrupt_reaches_a_waiting_consumer():
+    """Ctrl-C while next() waits for a slow sample, without a thread and then with one."""
+    options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {}
+    process = start(
+        """
+        import signal
+        if sys.platform == "win32":
+            signal.signal(signal.SIGBREAK, signal.default_int_handler)
+        def hook(i):
+            if i:
+                time.sleep(3600)
+        def run(num_threads):
+            for batch in PrefetchIterator(DataLoader(Ramp(9, hook=hook)), device="cpu", num_threads=num_threads):
+                print("ready", flush=True)
+        try:
+            run(0)
+        except KeyboardInterrupt:
+            print(time.time(), flush=True)
+        try:
+            run(1)
+        except KeyboardInterrupt:
+            print(time.time(), flush=True)
+            raise
+        """,
+        **options,
+    )
+    interrupt = signal.CTRL_BREAK_EVENT if sys.platform == "win32" else signal.SIGINT
+    for _ in range(2):
+        line = within(60, process.stdout.readline)
+        assert line == "ready\n", finish(process, 1)
+        time.sleep(0.3)  # load: the sample that sleeps
+        sent = time.time()
+        process.send_signal(interrupt)
+        raised = float(within(30, process.stdout.readline))
+        assert raised - sent < 1.5
+    code, out, err = finish(process, 30)
+    ended = time.time()
+    assert ended - sent < 8  # a thread in the user's code is waited for 2 s
+    assert out == ""
+    assert err.count("KeyboardInterrupt") == 1
+    assert code not in (0, 1)
+    assert "Fatal Python" not in err and "terminate called" not in err
+
+
+def test_an_interrupted_epoch_has_ended_and_a_new_one_works(before):
+    with Gate(at=1) as gate:
+        hooks = [gate]
+        p = PrefetchIterator(DataLoader(Ramp(5, hook=lambda i: hooks and hooks[0](i)), batch_size=1), device="cpu")
+        it = iter(p)
+        assert vals([next(it)]) == [0]
+        assert gate.reached.wait(20)
+        interrupting = threading.Timer(0.1, _thread.interrupt_main)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(it)
+        assert next(it, "ended") == "ended"
+        hooks.clear()
+        gate.opened.set()
+        assert vals(p) == [0, 1, 2, 3, 4]
+        del it
+    assert eventually(lambda: not threads(since=before))
+
+
+# --- a forked child
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_forked_children_end_and_iterate_anew():
+    """A child has none of its parent's threads. Each ends in its own way; the parent's epoch goes on."""
+    code, out, err = script(
+        """
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        p = PrefetchIterator(DataLoader(Ramp(9), batch_size=1), device="cpu")
+        it = iter(p)
+        next(it)
+        def anew():
+            assert [int(b[0, 0]) for b in p] == list(range(9))
+        def anew_then_drop():
+            global it
+            anew()
+            del it
+        def close():
+            p.close()
+            anew()
+        def on_and_on():
+            try:
+                assert [int(b[0, 0]) for b in it] == list(range(1, 9))
+            except RuntimeError as error:
+                assert "forked" in str(error), error
+            anew()
+        def leave():
+            sys.exit(7)
+        children = {}
+        for task in (anew, anew_then_drop, close, on_and_on, leave):
+            pid = os.fork()
+            if pid == 0:
+                task()
+                sys.exit(5)  # through atexit, as any program ends
+            children[pid] = task.__name__
+        end = time.monotonic() + 30
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                print(children.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+            elif time.monotonic() > end:
+                for pid in children:
+                    os.kill(pid, 9)
+                sys.exit(f"hangs: {list(children.values())}")
+            else:
+                time.sleep(0.01)
+        print([int(b[0, 0]) for b in it])
+        """
+    )
+    assert code == 0, err
+    assert err == ""
+    *children, rest = out.splitlines()
+    assert sorted(children) == ["anew 5", "anew_then_drop 5", "close 5", "leave 7", "on_and_on 5"]
+    assert rest == "[1, 2, 3, 4, 5, 6, 7, 8]"
+
+
+def test_an_endless_dataset_needs_no_end(before):
+    class Endless(IterableDataset):
+        def __iter__(self):
+            while True:
+                yield torch.ones(1)
+
+    with PrefetchIterator(DataLoader(Endless(), batch_size=2), device="cpu") as p:
+        for _, batch in zip(range(20), p, strict=False):
+            assert batch.tolist() == [[1.0], [1.0]]
+    assert not threads(since=before)
