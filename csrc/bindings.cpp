@@ -6,10 +6,14 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "device_copier.h"
@@ -52,7 +56,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_plain", &is_plain, py::arg("tensor"));
   m.def("can_gather", &can_gather, py::arg("samples"));
   m.def("shutdown", [] { pool().shutdown(); }, release_gil());
-  m.def("ask_events_needed", &HoldBack::events_needed, py::arg("prefetch_batches"));
 
   py::class_<DeviceCopier, std::shared_ptr<DeviceCopier>>(m, "DeviceCopier")
       .def(py::init([](c10::Stream stream) { return std::make_shared<DeviceCopier>(stream, pool()); }),
@@ -67,18 +70,24 @@ PYBIND11_MODULE(_C, m) {
   // thread gets it back milliseconds later.
   py::class_<Lane>(m, "Lane")
       .def(py::init([](std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches,
-                       const std::vector<std::uintptr_t>& ask_events, const std::vector<std::uintptr_t>& ready_events,
-                       std::int64_t overdue_ms, std::function<std::int64_t()> free_bytes) {
-             return std::make_unique<Lane>(std::move(copier), prefetch_batches, events_of(ask_events),
-                                           events_of(ready_events), std::chrono::milliseconds(overdue_ms),
-                                           std::move(free_bytes));
+                       const std::vector<std::uintptr_t>& events, std::int64_t overdue_ms,
+                       std::function<std::int64_t()> free_bytes) {
+             return std::make_unique<Lane>(std::move(copier), prefetch_batches, events_of(events),
+                                           std::chrono::milliseconds(overdue_ms), std::move(free_bytes));
            }),
-           py::arg("copier"), py::arg("prefetch_batches"), py::arg("ask_events"), py::arg("ready_events"),
-           py::arg("overdue_ms"), py::arg("free_bytes"))
+           py::arg("copier"), py::arg("prefetch_batches"), py::arg("events"), py::arg("overdue_ms"),
+           py::arg("free_bytes"))
+      .def_static("events_needed", &Lane::events_needed, py::arg("prefetch_batches"))
       .def("ask", &Lane::ask)
       .def("wait_until_due", &Lane::wait_until_due, py::arg("batch"), release_gil())
-      .def("put", &Lane::put, py::arg("batch"), py::arg("tensors"), py::arg("stacks"), py::arg("other_bytes"),
-           py::arg("finish"), release_gil())
+      .def("wait_for_room", &Lane::wait_for_room, py::arg("batch"), py::arg("bytes"), release_gil())
+      .def(
+          "put",
+          [](Lane& lane, std::int64_t batch, const std::vector<at::Tensor>& tensors,
+             const std::vector<std::vector<at::Tensor>>& stacks, std::int64_t other_bytes,
+             bool finish) { return lane.put(batch, {tensors, stacks}, other_bytes, finish); },
+          py::arg("batch"), py::arg("tensors"), py::arg("stacks"), py::arg("other_bytes"), py::arg("finish"),
+          release_gil())
       .def("hand_over", &Lane::hand_over, py::arg("batch"), py::arg("tensors"))
       .def("stop", &Lane::stop)
       .def_property_readonly("overdue", &Lane::overdue);

@@ -5,11 +5,11 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -39,10 +39,15 @@ class StreamEngine final : public CopyEngine {
   void synchronize(Event event) override { impl_.synchronizeEvent(event); }
 
   c10::Stream consumer_stream() const { return impl_.getStream(stream_.device()); }
+  // The guard puts the caller's device back without making a context there; record() and block() would make one.
   void record_on(c10::Stream stream, Event event) const {
+    const c10::DeviceGuard guard(stream.device());
     impl_.record(&event, stream, stream.device_index(), c10::EventFlag::BACKEND_DEFAULT);
   }
-  void make_wait(c10::Stream stream, Event event) const { impl_.block(event, stream); }
+  void make_wait(c10::Stream stream, Event event) const {
+    const c10::DeviceGuard guard(stream.device());
+    impl_.block(event, stream);
+  }
   void keep_for(c10::Stream stream, const at::Tensor& tensor) const {
     impl_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   }
@@ -95,6 +100,20 @@ at::Tensor dense_like(const at::Tensor& source, const at::Tensor& output) {
   return dense.copy_(source);
 }
 
+std::vector<at::Tensor> allocate(const Sources& sources, c10::Device device) {
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(sources.tensors.size() + sources.stacks.size());
+  for (const auto& tensor : sources.tensors) {
+    outputs.push_back(at::empty_like(tensor, tensor.options().device(device), at::MemoryFormat::Preserve));
+  }
+  for (const auto& samples : sources.stacks) {
+    auto sizes = samples.front().sizes().vec();
+    sizes.insert(sizes.begin(), static_cast<std::int64_t>(samples.size()));
+    outputs.push_back(at::empty(sizes, samples.front().options().device(device)));
+  }
+  return outputs;
+}
+
 }  // namespace
 
 bool is_plain(const at::Tensor& tensor) {
@@ -117,7 +136,7 @@ bool can_gather(const std::vector<at::Tensor>& samples) {
 }
 
 void DeviceCopier::set_ring(std::uintptr_t memory, std::size_t piece_bytes, const std::vector<Event>& events) {
-  std::unique_lock<std::shared_mutex> lock(ring_mutex_);
+  const std::lock_guard<std::mutex> lock(ring_mutex_);
   if (ring_) {
     StreamEngine engine(stream_);
     call_driver("waiting for copies out of pinned memory", [&] { ring_->drain(engine); });
@@ -126,13 +145,17 @@ void DeviceCopier::set_ring(std::uintptr_t memory, std::size_t piece_bytes, cons
                          : std::make_unique<PinnedRing>(reinterpret_cast<std::byte*>(memory), piece_bytes, events);
 }
 
-Lane::Lane(std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches, std::vector<Event> ask_events,
-           std::vector<Event> ready_events, std::chrono::milliseconds overdue_after,
-           std::function<std::int64_t()> free_bytes)
+Lane::Lane(std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches, const std::vector<Event>& events,
+           std::chrono::milliseconds overdue_after, std::function<std::int64_t()> free_bytes)
     : copier_(std::move(copier)),
-      ready_events_(std::move(ready_events)),
+      ready_events_(events.begin() + HoldBack::events_needed(prefetch_batches), events.end()),
       free_bytes_(std::move(free_bytes)),
-      hold_back_(prefetch_batches, std::move(ask_events), overdue_after) {}
+      hold_back_(prefetch_batches, {events.begin(), events.begin() + HoldBack::events_needed(prefetch_batches)},
+                 overdue_after) {}
+
+std::int64_t Lane::events_needed(std::int64_t prefetch_batches) {
+  return HoldBack::events_needed(prefetch_batches) + prefetch_batches + 2;
+}
 
 void Lane::ask() {
   const StreamEngine engine(copier_->stream_);
@@ -141,11 +164,13 @@ void Lane::ask() {
   hold_back_.end_ask();
 }
 
-bool Lane::wait_for_room(std::int64_t batch, std::int64_t bytes, CopyEngine& engine) {
-  auto room = hold_back_.wait_for_room(batch, bytes, engine);
-  if (room == HoldBack::Room::kFree && hold_back_.grows(batch) && free_bytes_() < bytes) {
-    room = hold_back_.wait_for_memory(batch, engine);
-  }
+bool Lane::wait_for_room(std::int64_t batch, std::int64_t bytes) {
+  StreamEngine engine(copier_->stream_);
+  const auto room = call_driver("waiting for the device's progress", [&] {
+    const auto room = hold_back_.wait_for_room(batch, bytes, engine);
+    const bool too_large = room == HoldBack::Room::kFree && hold_back_.grows(batch) && free_bytes_() < bytes;
+    return too_large ? hold_back_.wait_for_memory(batch, engine) : room;
+  });
   if (room == HoldBack::Room::kOverdue) overdue_.store(true, std::memory_order_relaxed);
   return room != HoldBack::Room::kStopped;
 }
@@ -157,17 +182,11 @@ bool Lane::wait_until_due(std::int64_t batch) {
   return room != HoldBack::Room::kStopped;
 }
 
-std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const std::vector<at::Tensor>& tensors,
-                                                 const std::vector<std::vector<at::Tensor>>& stacks,
-                                                 std::int64_t other_bytes, bool finish) {
+std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes,
+                                                 bool finish) {
   // Before anything that others share is taken: a consumer that pauses may pause for ever.
-  const Sources sources{tensors, stacks};
-  const std::int64_t bytes = bytes_of(tensors) + bytes_of(stacks);
-  StreamEngine engine(copier_->stream_);
-  if (!call_driver("waiting for the device's progress",
-                   [&] { return wait_for_room(batch, bytes + other_bytes, engine); })) {
-    return std::nullopt;
-  }
+  const std::int64_t bytes = bytes_of(sources.tensors) + bytes_of(sources.stacks);
+  if (!wait_for_room(batch, bytes + other_bytes)) return std::nullopt;
 
   const c10::StreamGuard on_copy_stream(copier_->stream_);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -176,10 +195,12 @@ std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const std::
   std::vector<at::Tensor> outputs;
   try {
     try {
-      outputs = call_driver("allocating memory for " + subject, [&] { return allocate(sources); });
+      outputs =
+          call_driver("allocating memory for " + subject, [&] { return allocate(sources, copier_->stream_.device()); });
     } catch (const c10::OutOfMemoryError&) {
       if (!wait_until_due(batch)) return std::nullopt;
-      outputs = call_driver("allocating memory for " + subject, [&] { return allocate(sources); });
+      outputs =
+          call_driver("allocating memory for " + subject, [&] { return allocate(sources, copier_->stream_.device()); });
     }
   } catch (const c10::OutOfMemoryError& error) {
     throw OutOfDeviceMemory("no memory to copy " + subject +
@@ -203,29 +224,15 @@ void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors)
   });
 }
 
-std::vector<at::Tensor> Lane::allocate(const Sources& sources) const {
-  const auto device = copier_->stream_.device();
-  std::vector<at::Tensor> outputs;
-  outputs.reserve(sources.tensors.size() + sources.stacks.size());
-  for (const auto& tensor : sources.tensors) {
-    outputs.push_back(at::empty_like(tensor, tensor.options().device(device), at::MemoryFormat::Preserve));
-  }
-  for (const auto& samples : sources.stacks) {
-    auto sizes = samples.front().sizes().vec();
-    sizes.insert(sizes.begin(), static_cast<std::int64_t>(samples.size()));
-    outputs.push_back(at::empty(sizes, samples.front().options().device(device)));
-  }
-  return outputs;
-}
-
 void Lane::copy(const Sources& sources, const std::vector<at::Tensor>& outputs, Event ready, bool finish) {
   std::vector<at::Tensor> dense;  // keeps what dense_like() made until it has been read
   std::vector<Destination> staged, direct;
-  const std::shared_lock<std::shared_mutex> lock(copier_->ring_mutex_);
+  std::unique_lock<std::mutex> lock(copier_->ring_mutex_);
   const auto add = [&](const at::Tensor& output, std::vector<Extent> extents, bool pinned) {
-    auto& destinations = pinned || !copier_->ring_ ? direct : staged;
+    const bool skips_ring = pinned || !copier_->ring_;
+    auto& destinations = skips_ring ? direct : staged;
     destinations.push_back({static_cast<std::byte*>(output.mutable_data_ptr()), output.nbytes(), std::move(extents)});
-    finish = finish || pinned;
+    finish = finish || skips_ring;  // the bus reads the source itself, some time
   };
   auto output = outputs.begin();
   for (const auto& tensor : sources.tensors) {
@@ -252,6 +259,7 @@ void Lane::copy(const Sources& sources, const std::vector<at::Tensor>& outputs, 
     if (!staged.empty()) staged_copy(staged, *copier_->ring_, copier_->pool_, engine);
     engine.record(ready);
     engine.flush();
+    lock.unlock();
     if (finish) engine.synchronize(ready);
   } catch (...) {
     // The caller is free to write to pinned sources once this has thrown.

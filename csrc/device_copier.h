@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -52,8 +52,15 @@ class DeviceCopier {
 
   const c10::Stream stream_;
   MemcpyPool& pool_;
-  std::shared_mutex ring_mutex_;  // shared: a copy through the ring is under way
+  std::mutex
+      ring_mutex_;  // held while a batch goes through the ring: there is one bus, so batches gain nothing by sharing
   std::unique_ptr<PinnedRing> ring_;
+};
+
+// What a batch is copied from: plain tensors, and stacks of samples that can_gather() admits.
+struct Sources {
+  const std::vector<at::Tensor>& tensors;
+  const std::vector<std::vector<at::Tensor>>& stacks;
 };
 
 // The way of one epoch's batches to the device and into the consumer's stream. Batches are numbered from 0 in the
@@ -64,28 +71,31 @@ class DeviceCopier {
 // copy.
 class Lane {
  public:
-  // `free_bytes`: device memory that nobody has taken; called when batches need more than they had so far.
-  // `ask_events`: HoldBack::events_needed(prefetch_batches) of them. `ready_events`: prefetch_batches + 2. All owned by
-  // the caller, recorded at least once, and kept until the last batch of the lane has been copied and consumed.
-  Lane(std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches, std::vector<Event> ask_events,
-       std::vector<Event> ready_events, std::chrono::milliseconds overdue_after,
-       std::function<std::int64_t()> free_bytes);
+  // `events`: events_needed(prefetch_batches) of them, owned by the caller, recorded at least once, and kept until the
+  // last batch of the lane has been copied and consumed. `free_bytes`: device memory that nobody has taken; called when
+  // batches need more than they had so far.
+  Lane(std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches, const std::vector<Event>& events,
+       std::chrono::milliseconds overdue_after, std::function<std::int64_t()> free_bytes);
+
+  static std::int64_t events_needed(std::int64_t prefetch_batches);
 
   // Consumer: it is about to wait for the next batch. Marks, on the stream current in this thread, the end of its work
   // on all batches before.
   void ask();
 
+  // Copier: sleeps until there is room for a batch of `bytes` bytes. False if stopped.
+  bool wait_for_room(std::int64_t batch, std::int64_t bytes);
+
   // Copier: sleeps until the consumer waits for this batch and has done its work on the others. False if stopped.
   bool wait_until_due(std::int64_t batch);
 
-  // Copier: the device's copies of plain tensors, strides as `tensor.to(device)` gives them, and then of the stacks of
-  // samples that can_gather() admits. `other_bytes` is what the batch takes on the device besides. Sleeps until there
-  // is room for the batch. At return all sources have been read; with `finish`, or where a source is pinned, all copies
-  // have run. Without memory it waits until the batch is due and tries once more (invariant 11). Nothing if stopped.
-  // Throws CopyError.
-  std::optional<std::vector<at::Tensor>> put(std::int64_t batch, const std::vector<at::Tensor>& tensors,
-                                             const std::vector<std::vector<at::Tensor>>& stacks,
-                                             std::int64_t other_bytes, bool finish);
+  // Copier: the device's copies of the tensors, strides as `tensor.to(device)` gives them, and then of the stacks.
+  // `other_bytes` is what the batch takes on the device besides. Sleeps until there is room for the batch. At return
+  // all sources have been read; with `finish`, or where a source did not go through the ring, all copies have run.
+  // Without memory it waits until the batch is due and tries once more (invariant 11). Nothing if stopped. Throws
+  // CopyError.
+  std::optional<std::vector<at::Tensor>> put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes,
+                                             bool finish);
 
   // Consumer: makes the stream current in this thread wait for the batch's copy, and the allocator keep the memory of
   // `tensors` until that stream is through with it. No host wait.
@@ -99,13 +109,6 @@ class Lane {
   bool overdue() const { return overdue_.load(std::memory_order_relaxed); }
 
  private:
-  struct Sources {
-    const std::vector<at::Tensor>& tensors;
-    const std::vector<std::vector<at::Tensor>>& stacks;
-  };
-
-  bool wait_for_room(std::int64_t batch, std::int64_t bytes, CopyEngine& engine);
-  std::vector<at::Tensor> allocate(const Sources& sources) const;
   void copy(const Sources& sources, const std::vector<at::Tensor>& outputs, Event ready, bool finish);
   Event ready(std::int64_t batch) const;
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 
+_TO_IS_OTHERWISE = (torch.nn.Module, numpy.ndarray, torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # told at a glance: lists of numbers can be long
 
 
@@ -169,7 +170,7 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # bounded: a loader may make a class for each batch
 def _warn_unchanged(kind: Any) -> None:
     warnings.warn(
         f"gpuprefetch can't rebuild a {kind.__module__}.{kind.__qualname__} with its tensors moved, so it is handed "
@@ -178,14 +179,16 @@ def _warn_unchanged(kind: Any) -> None:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # bounded: a loader may make a class for each batch
 def _type_moves_itself(kind: Any) -> bool:
-    if not callable(getattr(kind, "to", None)) or issubclass(kind, (torch.nn.Module, numpy.ndarray, torch.Tensor)):
+    if not callable(getattr(kind, "to", None)) or issubclass(kind, _TO_IS_OTHERWISE):
         return False
     if hasattr(kind, "pin_memory") or hasattr(kind, "record_stream"):
         return True
     parameters = _parameters(kind)[1:]  # without self
-    return bool(parameters) and (parameters[0].name == "device" or parameters[0].kind is parameters[0].VAR_POSITIONAL)
+    if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
+        return False
+    return parameters[0].name == "device" or parameters[0].kind is parameters[0].VAR_POSITIONAL
 
 
 def _accepts(kind: Any, name: str) -> bool:
@@ -193,7 +196,7 @@ def _accepts(kind: Any, name: str) -> bool:
     return not parameters or any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # bounded: a loader may make a class for each batch
 def _parameters(kind: Any) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(kind.to).parameters.values())

@@ -43,6 +43,7 @@ class Copier:
         self._events: list[torch.cuda.Event] = []
         self._shares: dict[int, int] = {}
         self._pinned_bytes: int | None = None
+        self._fitting = False
         self._ring: torch.Tensor | None = None
         self._ring_events: list[torch.cuda.Event] = []
         self._handed_over: collections.deque[weakref.ref[torch.Tensor]] = collections.deque(maxlen=256)
@@ -96,13 +97,18 @@ class Copier:
             _leak(*(tensor for ref in self._handed_over if (tensor := ref()) is not None))
 
     def _fit_ring(self) -> None:
-        # A loop: a collection on the way may close another share.
-        while (wanted := max(self._shares.values(), default=None)) != self._pinned_bytes:
-            self._pinned_bytes = wanted
-            with relaxed_capture_mode(), torch.cuda.device(self.device):
-                self._drop_ring()
-                if wanted is not None:
-                    self._make_ring(wanted)
+        if self._fitting:  # a collection on the way closed another share: the loop below looks again
+            return
+        self._fitting = True
+        try:
+            while (wanted := max(self._shares.values(), default=None)) != self._pinned_bytes:
+                self._pinned_bytes = wanted
+                with relaxed_capture_mode(), torch.cuda.device(self.device):
+                    self._drop_ring()
+                    if wanted is not None:
+                        self._make_ring(wanted)
+        finally:
+            self._fitting = False
 
     def _drop_ring(self) -> None:
         if self._ring is None:

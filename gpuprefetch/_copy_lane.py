@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import warnings
@@ -31,21 +32,23 @@ class CopyLane:
 
     copies_beside = True
 
-    def __init__(self, copier: Copier, prefetch_batches: int, skip_keys: Collection[Any]) -> None:
+    def __init__(
+        self, copier: Copier, prefetch_batches: int, skip_keys: Collection[Any], *, on_loader_thread: bool
+    ) -> None:
+        _refuse_capture()
+        native = extension()
         self._copier = copier
         self._skip_keys = skip_keys
-        self._is_plain = extension().is_plain
+        self._on_loader_thread = on_loader_thread
+        self._is_plain = native.is_plain
         self._warned_overdue = False
         self._consumer_copies = _unrecorded.ConsumerCopies(skip_keys) if _unrecorded.needed() else None
-        asks = extension().ask_events_needed(prefetch_batches)
         with relaxed_capture_mode():
-            self._events = copier.take_events(asks + prefetch_batches + 2)
-        handles = [event.cuda_event for event in self._events]
-        self._native: _C.Lane = extension().Lane(
+            self._events = copier.take_events(native.Lane.events_needed(prefetch_batches))
+        self._native: _C.Lane = native.Lane(
             copier.native,
             prefetch_batches,
-            handles[:asks],
-            handles[asks:],
+            [event.cuda_event for event in self._events],
             int(OVERDUE_SECONDS * 1000),
             functools.partial(_free_bytes, copier.device),
         )
@@ -55,6 +58,8 @@ class CopyLane:
             self._copier.give_events(self._events)
 
     def collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        if self._skip_keys:  # what stays on the host is stacked there
+            return collate
         return gathering(collate, extension().can_gather)
 
     def prepare(self, record: Record) -> None:
@@ -67,6 +72,8 @@ class CopyLane:
                 record.stacks.append(leaf)
             else:
                 others.append(leaf)
+        if self._skip_keys:  # what stays as it is may come from the dataset's own GPU work all the same
+            self._wait_for_loading(record, _batch.tensors_in(record.batch))
         if others:
             self._move(record, others)
 
@@ -99,11 +106,7 @@ class CopyLane:
         )  # the loader's batch is in use no longer
 
     def ask(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the next batch was asked for while the current stream captures a CUDA graph: call next() outside the "
-                "capture and copy the batch into the graph's static input"
-            )
+        _refuse_capture()
         self._native.ask()
 
     def hand_over(self, record: Record) -> Any:
@@ -117,10 +120,10 @@ class CopyLane:
         with _foreign:
             for recorder in record.recorders:
                 recorder.record_stream(stream)
-            for leaf in record.late:
-                record.moved[id(leaf)] = _batch.move(leaf, self._copier.device, non_blocking=True)
+            for key, leaf in record.late.items():
+                record.moved[key] = _batch.move(leaf, self._copier.device)
         if record.late:
-            record.late = []
+            record.late = {}
             self.assemble(record)
         return record.batch if self._consumer_copies is None else self._consumer_copies.own(record, stream)
 
@@ -136,20 +139,33 @@ class CopyLane:
         device = self._copier.device
         memory = {id(leaf): _batch.tensors_in(leaf) for leaf in leaves}
         tensors = [tensor for leaf in leaves for tensor in memory[id(leaf)]]
+        self._wait_for_loading(record, tensors)
+        adopted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device == device]
+        record.moved.update((id(leaf), leaf) for leaf in adopted)
+        moving = [leaf for leaf in leaves if id(leaf) not in record.moved]
+        if not moving:
+            return
         record.other_bytes = sum(t.numel() * t.element_size() for t in tensors if t.device != device)
-        if any(tensor.is_cuda for tensor in tensors):  # made by the dataset's own GPU work
+        # A thread of ours waits for room first. The consumer's goes on with one batch more than usual: it must not be
+        # kept from its own next step.
+        if self._on_loader_thread and not self._native.wait_for_room(record.number, record.other_bytes):
+            raise Stopped
+        for leaf in moving:
+            self._move_one(record, leaf, memory[id(leaf)])
+
+    def _wait_for_loading(self, record: Record, tensors: list[torch.Tensor]) -> None:
+        """Makes the consumer wait for the dataset's own GPU work, and keeps the memory that it made."""
+        made = [tensor for tensor in tensors if tensor.is_cuda]
+        if not made:
+            return
+        if record.loaded is None:
             record.loaded = torch.cuda.Event()
-            record.loaded.record(torch.cuda.current_stream(device))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device == device:
-                record.held += memory[id(leaf)]
-                record.moved[id(leaf)] = leaf
-            else:
-                self._move_one(record, leaf, memory[id(leaf)])
+            record.loaded.record(torch.cuda.current_stream(self._copier.device))
+        record.held += made  # those of other devices are not recorded
 
     def _move_one(self, record: Record, leaf: Any, memory: list[torch.Tensor]) -> None:
         if self._consumer_copies is not None and not isinstance(leaf, torch.Tensor):
-            record.late.append(leaf)
+            record.late[id(leaf)] = copy.deepcopy(leaf)
             return
         record.finish = True  # a pinned tensor's own `to` does not wait for its bytes to be read
         stream = self._copier.stream
@@ -163,16 +179,26 @@ class CopyLane:
             record.held += parts
         else:
             # Nothing in sight to record a stream on, so its memory would not be safe on the consumer's. It moves there,
-            # at the hand-over.
-            record.late.append(leaf)
+            # at the hand-over; a copy of it, since the loader may write to its own meanwhile.
+            record.late[id(leaf)] = copy.deepcopy(leaf)
             return
         record.moved[id(leaf)] = moved
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a batch was asked for while the current stream captures a CUDA graph: call iter() and next() outside the "
+            "capture and copy the batch into the graph's static input"
+        )
 
 
 def _free_bytes(device: torch.device) -> int:
     """Device memory that is free for the taking: neither in use nor in the allocator's cache, which is the loop's."""
     free, total = torch.cuda.mem_get_info(device)
-    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
+    if not _unrecorded.needed() and hasattr(
+        torch.cuda, "get_per_process_memory_fraction"
+    ):  # a pluggable one can't tell
         allowed = total * torch.cuda.get_per_process_memory_fraction(device)
         free = min(free, int(allowed) - torch.cuda.memory_reserved(device))
     return free

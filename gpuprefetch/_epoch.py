@@ -49,9 +49,21 @@ class Epoch(abc.ABC):
         self._asked = False  # the lane knows of the batch that is waited for
         self._timed_out = False
         self._worker: _threads.Worker | None = None
+        self._taking = threading.RLock()  # consumers in several threads take turns
+
+    def start(self) -> None:
+        """Starts the epoch's thread, if it has one."""
+        if self._worker is not None:
+            self._worker.start(self.stop)
 
     def take(self) -> Any:
         """The next batch. After the end, an error or stop(): StopIteration."""
+        if self._worker is not None and self._worker.thread is threading.current_thread():
+            raise RuntimeError("an epoch can't be drawn from by the dataset that it loads")
+        with self._taking:
+            return self._take()
+
+    def _take(self) -> Any:
         if self._stopped:
             raise StopIteration
         if not self._asked:
@@ -62,7 +74,7 @@ class Epoch(abc.ABC):
             record = self._next_record()
             self._asked = False
             if not record.final:
-                return self._lane.hand_over(record)
+                return self._hand_over(record)
         except BaseException as error:
             if not self._timed_out:  # after a time-out the batch may still come
                 self.stop()
@@ -77,6 +89,13 @@ class Epoch(abc.ABC):
             raise raised
         finally:
             del raised
+
+    def _hand_over(self, record: Record) -> Any:
+        try:
+            return self._lane.hand_over(record)
+        except Exception as error:
+            self._annotate(error, record.number)
+            raise
 
     def stop(self) -> None:
         """Tells everything to end. Waits for nothing; may be called from any thread and by a finalizer."""
@@ -148,11 +167,15 @@ class Epoch(abc.ABC):
     def _fail(self, record: Record, error: BaseException) -> None:
         if isinstance(error, StopIteration):
             error = _not_the_end(error)
+        self._annotate(error, record.number)
         record.error = error
-        record.batch = None
-        if hasattr(error, "add_note"):
-            with contextlib.suppress(Exception):  # a class of the user's may have other ideas of its notes
-                error.add_note(self._note(record.number))
+        record.batch, record.held = None, []
+        record.drop_sources()
+
+    def _annotate(self, error: BaseException, number: int) -> None:
+        with contextlib.suppress(Exception):  # a class of the user's may have other ideas of its attributes
+            if hasattr(error, "add_note"):
+                error.add_note(self._note(number))
 
     def _note(self, number: int) -> str:
         return f"gpuprefetch: at batch {number}, in thread {threading.current_thread().name!r}"
@@ -175,7 +198,7 @@ class LoaderThreadEpoch(Epoch):
         self._environment = environment
         self._prefetch_batches = prefetch_batches
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a batch that the consumer took
-        self._worker = _threads.Worker("loader", self._run, self.stop)
+        self._worker = _threads.Worker("loader", self._run)
 
     def stop(self) -> None:
         super().stop()
@@ -242,7 +265,7 @@ class CallingThreadEpoch(Epoch):
         self._loaded_ahead = False
         self._jobs: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         if lane.copies_beside:
-            self._worker = _threads.Worker("copier", self._run, self.stop)
+            self._worker = _threads.Worker("copier", self._run)
 
     def stop(self) -> None:
         super().stop()
@@ -258,10 +281,15 @@ class CallingThreadEpoch(Epoch):
         self._prepare_late()
         record = self._wait()
         self._loaded_ahead = False
+        if not record.final:
+            try:
+                self._lane.assemble(record)  # first, since it lets go of what was loaded
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self._fail(record, error)
         if self._lane.copies_beside and not record.final:
             self._load_ahead()
-        if not record.final:
-            self._lane.assemble(record)
         return record
 
     def _load_ahead(self) -> None:
@@ -274,7 +302,9 @@ class CallingThreadEpoch(Epoch):
             return
         try:
             prepared = self._prepared(record)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._fail(record, error)
             prepared = True
         if prepared:
@@ -290,7 +320,9 @@ class CallingThreadEpoch(Epoch):
         try:
             self._lane.wait_until_due(record.number)
             self._lane.prepare(record)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._fail(record, error)
         self._submit(record)
 

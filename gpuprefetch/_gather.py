@@ -41,7 +41,9 @@ def gathering(collate: Callable[[Any], Any], can_gather: Callable[[list[torch.Te
 
     def collate_or_gather(samples: Any) -> Any:
         functions = _utils.collate.default_collate_fn_map
-        if functions.get(torch.Tensor) is not _stack or not samples or not _is_simple(samples[0], functions):
+        if functions.get(torch.Tensor) is not _stack or type(samples) is not list or not samples:
+            return collate(samples)
+        if not _is_simple(samples[0], functions):
             return collate(samples)
         return _utils.collate.collate(samples, collate_fn_map={**functions, torch.Tensor: stack_or_gather})
 
@@ -58,6 +60,6 @@ def _is_simple(sample: Any, functions: dict[Any, Any]) -> bool:
     return isinstance(sample, (str, bytes)) or not isinstance(sample, (Mapping, Sequence))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _is_namedtuple(kind: Any) -> bool:
     return kind.__bases__ == (tuple,) and hasattr(kind, "_fields")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-import math
 import numbers
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,6 +22,9 @@ from gpuprefetch._epoch import CallingThreadEpoch, Epoch, LoaderThreadEpoch
 from gpuprefetch._lanes import HostLane, Lane, ToLane
 from gpuprefetch._source import Source
 
+_MOST_BATCHES = 10_000
+_MOST_PINNED_BYTES = 1 << 40
+
 
 class PrefetchIterator:
     """Wraps a loader so that loading, copying to the device and computing overlap, in one process.
@@ -30,8 +34,11 @@ class PrefetchIterator:
         for images, labels in PrefetchIterator(loader, device="cuda"):
             ...
 
-    Iterating it starts an epoch, again and again, as with a DataLoader. ``next(p)`` draws from an epoch of the
-    object's own, which ``iter(p)`` ends. Attributes that are not its own are the loader's.
+    Make it once and iterate it for each epoch, as a DataLoader. ``next(p)`` without a loop draws from an epoch of the
+    object's own, which a later ``iter(p)`` ends. Attributes that are not its own are the loader's.
+
+    With a CUDA device and a DataLoader that uses torch's own ``default_collate``, samples of 4 KiB or more are not
+    stacked on the host: the copy gathers them. The batch is the same; any other ``collate_fn`` is called as it is.
 
     Args:
         loader: any iterable of batches, usually a ``torch.utils.data.DataLoader`` with ``num_workers=0``. Batches
@@ -40,15 +47,18 @@ class PrefetchIterator:
             is (numpy arrays too: use ``torch.from_numpy``).
         device: where batches go. None takes the current accelerator, or the CPU where there is none. ``"cpu"`` loads
             ahead and copies nothing. CUDA devices get copies on a stream of their own; others a plain ``.to``.
-        prefetch_batches: batches kept ready ahead of the consumer, at least 1. Device memory in use is at most
+        prefetch_batches: batches kept ready ahead of the consumer, 1 to 10,000. Device memory in use is at most
             ``prefetch_batches + 2`` batches, or 64 MiB of small ones, beyond what the loop itself holds.
-        num_threads: 1 loads on a thread of its own. 0 loads on the calling thread, inside ``next()``, for datasets
-            that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead.
+        num_threads: 1 loads on a thread of its own; what the dataset draws from global random generators then
+            interleaves with what the loop draws on the CPU. 0 loads on the calling thread, inside ``next()``, for
+            datasets that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead (so a
+            sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded it).
         skip_keys: keys of mappings, at any depth, whose values stay as they are.
-        pinned_bytes: the most pinned host memory, in bytes, that copies to this device stream through, however large
-            a batch is; rounded down to a power of two. One ring serves all objects of the process: the largest value
-            among the open ones counts. Default 64 MiB; below 1 MiB copies leave from pageable memory.
-        timeout: seconds that ``next()`` waits for a batch before it raises TimeoutError. 0 waits for ever.
+        pinned_bytes: size limit, in bytes, of the pinned host buffer that all copies to this device go through, however
+            large a batch is; rounded down to a power of two. One buffer serves all objects of the process: the largest
+            value among the open ones counts. Default 64 MiB; below 1 MiB copies leave from pageable memory.
+        timeout: seconds that ``next()`` waits for a batch before it raises TimeoutError. 0 waits for ever. The batch
+            may still come: call ``next()`` again.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above.
@@ -65,6 +75,7 @@ class PrefetchIterator:
         "_epochs",
         "_implicit",
         "_loader",
+        "_lock",
         "_num_threads",
         "_pinned_bytes",
         "_prefetch_batches",
@@ -85,16 +96,19 @@ class PrefetchIterator:
         timeout: float = 0,
     ) -> None:
         self._loader = _checked_loader(loader)
-        self._prefetch_batches = _checked_int("prefetch_batches", prefetch_batches, 1)
+        self._prefetch_batches = _checked_int("prefetch_batches", prefetch_batches, 1, _MOST_BATCHES)
         self._num_threads = _checked_int("num_threads", num_threads, 0, 1)
         self._skip_keys = _checked_skip_keys(skip_keys)
         self._pinned_bytes = (
-            DEFAULT_PINNED_BYTES if pinned_bytes is None else _checked_int("pinned_bytes", pinned_bytes, 0)
+            DEFAULT_PINNED_BYTES
+            if pinned_bytes is None
+            else _checked_int("pinned_bytes", pinned_bytes, 0, _MOST_PINNED_BYTES)
         )
         self._timeout = _checked_timeout(timeout)
         self._device = _checked_device(device)
         self._epochs: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._implicit: EpochIterator | None = None
+        self._lock = threading.RLock()  # of what close() ends: it may be called from any thread
         self._share: Share | None = None
         self._open()
 
@@ -108,9 +122,11 @@ class PrefetchIterator:
         return self._begin()
 
     def __next__(self) -> Any:
-        if self._implicit is None:
-            self._implicit = self._begin()
-        return next(self._implicit)
+        with self._lock:
+            if self._implicit is None:
+                self._implicit = self._begin()
+            implicit = self._implicit
+        return next(implicit)
 
     def __len__(self) -> int:
         """Batches of an epoch. TypeError where the loader has no length."""
@@ -125,18 +141,22 @@ class PrefetchIterator:
     def close(self) -> None:
         """Ends all epochs and their threads and gives the pinned memory back. Iterating again starts afresh.
 
+        A loop that is in an epoch sees its end, as if the loader had no more batches.
+
         A thread that is inside the dataset's code is waited for 2 seconds, then left behind with a warning.
         """
-        self._implicit = None
-        epochs = [iterator._epoch for iterator in self._epochs]
+        with self._lock:
+            self._implicit = None
+            epochs = [iterator._epoch for iterator in self._epochs]
+            share, self._share = self._share, None
         for epoch in epochs:
             epoch.stop()
         deadline = _threads.deadline()
-        for epoch in epochs:
-            epoch.close(deadline)
-        if self._share is not None:
-            self._share.close()
-            self._share = None
+        with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
+            if share is not None:
+                stack.callback(share.close)
+            for epoch in epochs:
+                stack.callback(epoch.close, deadline)
 
     def set_epoch(self, epoch: int) -> None:
         """Calls ``set_epoch(epoch)`` of the loader, its sampler, batch sampler, that one's sampler, and its dataset:
@@ -165,7 +185,11 @@ class PrefetchIterator:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in PrefetchIterator.__slots__:  # not set yet: the constructor failed
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        try:
+            return getattr(self._loader, name)
+        except AttributeError:
+            kinds = f"{type(self).__name__!r} object and the {type(self._loader).__name__!r} that it wraps"
+            raise AttributeError(f"{kinds} have no attribute {name!r}") from None
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("a PrefetchIterator can't be copied or pickled: copy or pickle the loader, and wrap it again")
@@ -176,27 +200,35 @@ class PrefetchIterator:
             f"prefetch_batches={self._prefetch_batches}, num_threads={self._num_threads})"
         )
 
-    def _open(self) -> None:
+    def _open(self) -> Share | None:
         if self._device.type == "cuda" and self._share is None:
             self._share = Share(Copier.of(self._device), self._pinned_bytes)
+        return self._share
 
     def _begin(self) -> EpochIterator:
-        self._open()
-        lane = self._lane()
-        source = Source(self._loader, lane.collate)
-        environment = Environment(self._device)
-        epoch: Epoch
-        if self._num_threads:
-            epoch = LoaderThreadEpoch(source, lane, self._timeout, environment, self._prefetch_batches)
-        else:
-            epoch = CallingThreadEpoch(source, lane, self._timeout, environment)
-        iterator = EpochIterator(epoch, self._share)
-        self._epochs.add(iterator)
+        with self._lock:
+            if isinstance(self._loader, Iterator) or getattr(self._loader, "persistent_workers", False):
+                # Its epochs are one iterator, which two threads can't share: a new one ends the others.
+                for iterator in list(self._epochs):
+                    iterator.close()
+            share = self._open()
+            lane = self._lane(share)
+            source = Source(self._loader, lane.collate)
+            environment = Environment(self._device)
+            epoch: Epoch
+            if self._num_threads:
+                epoch = LoaderThreadEpoch(source, lane, self._timeout, environment, self._prefetch_batches)
+            else:
+                epoch = CallingThreadEpoch(source, lane, self._timeout, environment)
+            iterator = EpochIterator(epoch, share)
+            self._epochs.add(iterator)
+        epoch.start()  # last: whatever interrupts it, dropping the iterator ends the thread
         return iterator
 
-    def _lane(self) -> Lane:
-        if self._share is not None:
-            return CopyLane(self._share.copier, self._prefetch_batches, self._skip_keys)
+    def _lane(self, share: Share | None) -> Lane:
+        if share is not None:
+            on_loader_thread = self._num_threads > 0
+            return CopyLane(share.copier, self._prefetch_batches, self._skip_keys, on_loader_thread=on_loader_thread)
         if self._device.type == "cpu":
             return HostLane(self._skip_keys)
         return ToLane(self._device, self._skip_keys)
@@ -240,11 +272,11 @@ def _checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
     return loader
 
 
-def _checked_int(name: str, value: int, least: int, most: int | None = None) -> int:
-    allowed = f"an integer of at least {least}" if most is None else f"{least} or {most}"
+def _checked_int(name: str, value: int, least: int, most: int) -> int:
+    allowed = f"{least} or {most}" if most == least + 1 else f"an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be {allowed}, not {value!r}")
-    if value < least or (most is not None and value > most):
+    if not least <= value <= most:
         raise ValueError(f"{name} must be {allowed}, not {value!r}")
     return int(value)
 
@@ -261,8 +293,8 @@ def _checked_skip_keys(skip_keys: Collection[Any]) -> frozenset[Any]:
 def _checked_timeout(timeout: float) -> float:
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout must be a number of seconds, 0 for none, not {timeout!r}")
-    if not (timeout >= 0 and math.isfinite(timeout)):
-        raise ValueError(f"timeout must be finite and at least 0 seconds, not {timeout!r}")
+    if not 0 <= timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout must be at least 0 seconds and at most {threading.TIMEOUT_MAX:.0f}, not {timeout!r}")
     return float(timeout)
 
 
@@ -272,7 +304,7 @@ def _checked_device(device: torch.device | str | int | None) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(f"device must be a torch.device, a string, an index or None, not {device!r}")
     try:
-        chosen = torch.device(device)
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
         raise ValueError(
             f"device must name a torch device, such as 'cuda:0' or 'cpu', not {device!r}: {error}"
@@ -281,7 +313,10 @@ def _checked_device(device: torch.device | str | int | None) -> torch.device:
         return _checked_other_device(chosen)
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
-        raise RuntimeError(f"device {device!r} was asked for, but {why}")
+        raise RuntimeError(
+            f"device {device!r} was asked for, but {why}: install what it needs (pytorch.org), or leave device out "
+            "to run on the CPU"
+        )
     index = torch.cuda.current_device() if chosen.index is None else chosen.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"device {device!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
@@ -292,7 +327,9 @@ def _checked_other_device(device: torch.device) -> torch.device:
     try:
         torch.empty(0, device=device)
     except Exception as error:
-        raise RuntimeError(f"device {str(device)!r} was asked for, but can't be used here: {error}") from error
+        raise RuntimeError(
+            f"device {str(device)!r} was asked for, but can't be used here: {str(error).splitlines()[0]}"
+        ) from error
     return device
 
 

@@ -24,13 +24,17 @@ class Record:
     stacks: list[Stack] = dataclasses.field(default_factory=list)  # likewise, after them
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # the copies of both
     moved: dict[int, Any] = dataclasses.field(default_factory=dict)  # by id(leaf): what moved by its own `to`
-    late: list[Any] = dataclasses.field(default_factory=list)  # leaves that move at the hand-over
+    late: dict[int, Any] = dataclasses.field(default_factory=dict)  # by id(leaf): a copy, moved at the hand-over
     held: list[torch.Tensor] = dataclasses.field(default_factory=list)  # device memory the consumer will use
     recorders: list[Any] = dataclasses.field(default_factory=list)  # objects that record streams themselves
     other_bytes: int = 0  # on the device, beside the copies of `plain`
     finish: bool = False  # the copies must have run before the loader is asked again
     loaded: torch.cuda.Event | None = None  # GPU work of the dataset that the consumer has to wait for
     versions: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
+
+    def drop_sources(self) -> None:
+        """Lets go of the loader's batch, once the finished one has taken its place."""
+        self.leaves, self.plain, self.stacks, self.outputs, self.moved = [], [], [], [], {}
 
     @property
     def final(self) -> bool:

@@ -23,14 +23,14 @@ class Source:
     ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], adapt_collate: Callable[[Collate], Collate] = lambda collate: collate
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], adapt_collate: Callable[[Collate], Collate]) -> None:
         self._iterator = iter(loader)
         self._is_the_users = self._iterator is loader
         if isinstance(self._iterator, _SingleProcessDataLoaderIter):
             _draw_first_index(self._iterator)
-            _own_fetcher(self._iterator, adapt_collate)
+            # A subclass may look at what its fetcher gives.
+            is_torchs_own = type(self._iterator) is _SingleProcessDataLoaderIter
+            _own_fetcher(self._iterator, adapt_collate if is_torchs_own else _as_it_is)
 
     def __next__(self) -> Any:
         return next(self._iterator)
@@ -42,6 +42,10 @@ class Source:
         close = getattr(iterator, "close", None)
         if callable(close) and not self._is_the_users and not getattr(iterator, "gi_running", False):
             close()
+
+
+def _as_it_is(collate: Collate) -> Collate:
+    return collate
 
 
 def _draw_first_index(source: _SingleProcessDataLoaderIter) -> None:

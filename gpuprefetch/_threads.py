@@ -21,6 +21,7 @@ from gpuprefetch import _copier, _extension
 JOIN_SECONDS = 2.0
 """How long a thread that is inside the user's code is waited for."""
 
+_pid = os.getpid()
 _numbers = itertools.count(1)
 _running: dict[Worker, Callable[[], None]] = {}  # and how to tell each to stop
 
@@ -30,22 +31,24 @@ class Worker:
 
     Args:
         name: what the thread does, a part of its name.
-        run: the thread's work.
-        stop: makes ``run`` return soon, whatever it waits for. Called from any thread, and from finalizers.
-
-    Holds neither of the two, which are methods of its owner: the owner is freed when it is dropped.
+        run: the thread's work. Held by the thread only, since it is a method of the worker's owner.
     """
 
-    def __init__(self, name: str, run: Callable[[], None], stop: Callable[[], None]) -> None:
+    def __init__(self, name: str, run: Callable[[], None]) -> None:
         self.thread = threading.Thread(
             target=self._main, args=(run,), name=f"gpuprefetch-{name}-{next(_numbers)}", daemon=True
         )
         self._left_behind = False
+
+    def start(self, stop: Callable[[], None]) -> None:
+        """Starts the thread. ``stop`` makes its work return soon, whatever it waits for, and may be called anywhere."""
         _running[self] = stop
         try:
             self.thread.start()
-        except BaseException:
-            del _running[self]
+        except BaseException:  # Ctrl-C may arrive when the thread runs already
+            stop()
+            if not self.thread.is_alive():
+                _running.pop(self, None)
             raise
 
     def _main(self, run: Callable[[], None]) -> None:
@@ -56,7 +59,7 @@ class Worker:
 
     def end(self, deadline: float) -> None:
         """Joins the thread, which was told to stop. One still busy at ``deadline`` is left behind, with a warning."""
-        if self._left_behind or self.thread is threading.current_thread():
+        if self._left_behind or self.thread.ident is None or self.thread is threading.current_thread():
             return
         self.thread.join(max(0.0, deadline - time.monotonic()))
         if self.thread.is_alive():
@@ -96,9 +99,13 @@ def _end_all() -> None:
     end_by = deadline()
     for worker in workers:
         worker.end(end_by)
-    if not any(worker.thread.is_alive() for worker in workers):
-        _copier.close_all()
-    _extension.shutdown()
+    if os.getpid() != _pid:  # a forked child has neither the pool's threads nor the device
+        return
+    try:
+        if not any(worker.thread.is_alive() for worker in workers):
+            _copier.close_all()
+    finally:
+        _extension.shutdown()
 
 
 if hasattr(os, "register_at_fork"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gpuprefetch import _batch
+from gpuprefetch._environment import relaxed_capture_mode
 from gpuprefetch._record import Record
 
 
@@ -41,8 +42,9 @@ class ConsumerCopies:
         made = torch.cuda.Event(blocking=True)
         made.record(stream)
         self._kept.append((made, record.held))
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+        with relaxed_capture_mode():
+            while self._kept and self._kept[0][0].query():
+                self._kept.popleft()
         return _batch.replace(record.batch, copies, self._skip_keys)
 
     def __del__(self) -> None:

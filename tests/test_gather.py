@@ -2,10 +2,13 @@
 
 import collections
 import typing
+import warnings
+import weakref
 
 import numpy as np
 import pytest
 import torch
+from loaders import eventually
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch import PrefetchIterator, _batch
@@ -126,6 +129,12 @@ def test_errors_are_those_of_default_collate(name):
     assert error(gathered) == error(default_collate)
 
 
+def test_samples_that_come_as_one_array_are_default_collates():
+    array = np.ones((3, 2048), dtype=np.float32)
+    got = gathering(default_collate, extension().can_gather)(array)
+    same(got, default_collate(array))
+
+
 def test_a_collate_function_of_the_users_is_left_alone():
     def collate(samples):
         return samples
@@ -189,3 +198,69 @@ def test_a_dataset_that_fills_the_same_samples_again(num_threads):
     loader = DataLoader(Reusing(), batch_size=4)
     got = [batch[:, ::4096].tolist() for batch in PrefetchIterator(loader, "cuda", num_threads=num_threads)]
     assert got == [[[float(i)] * 16 for i in range(n, n + 4)] for n in range(0, 80, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_skipped_keys_hold_stacked_tensors(num_threads):
+    """What stays on the host is never asked to the copy, and so has to be stacked by collate."""
+    loader = DataLoader([{"x": image(i), "y": image(i + 1)} for i in range(9)], batch_size=3)
+    p = PrefetchIterator(loader, "cuda", num_threads=num_threads, skip_keys=["x"])
+    for got, wanted in zip(p, loader, strict=True):
+        assert type(got["x"]) is torch.Tensor and not got["x"].is_cuda and torch.equal(got["x"], wanted["x"])
+        assert got["y"].is_cuda and torch.equal(got["y"].cpu(), wanted["y"])
+
+
+@pytest.mark.gpu
+def test_skipped_gpu_work_of_the_dataset_is_waited_for():
+    def collate(samples):
+        x = torch.stack(samples)
+        on_device = x.cuda()
+        torch.cuda._sleep(20_000_000)
+        return {"kept": on_device + 1, "x": x}
+
+    loader = DataLoader([image(i) for i in range(24)], batch_size=1, collate_fn=collate)
+    lowest = [b["kept"].amin() for b in PrefetchIterator(loader, "cuda", skip_keys=["kept"])]
+    assert [int(v) for v in lowest] == [i + 1 for i in range(24)]
+
+
+@pytest.mark.gpu
+def test_samples_are_dropped_once_they_are_copied():
+    samples = []
+
+    class Fresh(torch.utils.data.Dataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, i):
+            sample = image(i)
+            samples.append(weakref.ref(sample))
+            return sample
+
+    epoch = iter(PrefetchIterator(DataLoader(Fresh(), batch_size=1), "cuda", prefetch_batches=4))
+    held = [next(epoch), next(epoch)]
+    assert eventually(lambda: len(samples) == 6 and all(ref() is None for ref in samples), collect=False)
+    assert [int(b.amin()) for b in held] == [0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_pinned_samples_without_a_ring_are_read_before_the_next_ones(num_threads):
+    buffer = torch.zeros(4, 1 << 18).pin_memory()
+    rows = torch.utils.data.default_collate  # the samples are rows of one pinned buffer, filled again for each batch
+
+    class Reusing(torch.utils.data.Dataset):
+        def __len__(self):
+            return 120
+
+        def __getitem__(self, i):
+            return buffer[i % 4].fill_(i)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        p = PrefetchIterator(
+            DataLoader(Reusing(), batch_size=4, collate_fn=rows), "cuda", num_threads=num_threads, pinned_bytes=0
+        )
+    got = [(batch.amin(1), batch.amax(1)) for batch in p]
+    assert [low.tolist() for low, _ in got] == [high.tolist() for _, high in got]
+    assert [low.tolist() for low, _ in got] == [[float(i) for i in range(n, n + 4)] for n in range(0, 120, 4)]

@@ -1,0 +1,147 @@
+"""One object used from several threads, or interrupted at an unlucky moment: refused or right, never a hang."""
+
+import threading
+
+import pytest
+import torch
+from loaders import THREADS, Ramp, eventually, threads, vals, within
+from torch.utils.data import DataLoader
+
+from gpuprefetch import PrefetchIterator, _threads
+
+
+@pytest.fixture
+def before():
+    return set(threading.enumerate())
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_consumers_that_share_an_epoch_take_turns(num_threads):
+    for _ in range(10):
+        epoch = iter(PrefetchIterator(DataLoader(Ramp(60), batch_size=1), device="cpu", num_threads=num_threads))
+        got = [[] for _ in range(4)]
+
+        def consume(mine, epoch=epoch):
+            mine += vals(epoch)
+
+        consumers = [threading.Thread(target=consume, args=(mine,), daemon=True) for mine in got]
+        for consumer in consumers:
+            consumer.start()
+        for consumer in consumers:
+            consumer.join(20)
+            assert not consumer.is_alive()
+        assert sorted(sum(got, [])) == list(range(60))
+        assert all(mine == sorted(mine) for mine in got)
+
+
+def test_a_dataset_that_draws_from_its_own_epoch_gets_an_error(before):
+    def hook(i):
+        if i == 2:
+            next(epoch)
+
+    epoch = iter(PrefetchIterator(DataLoader(Ramp(9, hook=hook), batch_size=1), device="cpu", prefetch_batches=1))
+    got = within(20, lambda: [next(epoch), next(epoch)])
+    assert vals(got) == [0, 1]
+    with pytest.raises(RuntimeError, match="the dataset that it loads"):
+        within(20, lambda: next(epoch))
+
+
+def test_close_beside_iter_and_next(before):
+    """Every epoch that close() finds is ended, whatever begins or ends at the same time."""
+    p = PrefetchIterator(DataLoader(Ramp(50), batch_size=1), device="cpu")
+    stop = threading.Event()
+    errors = []
+
+    def use():
+        try:
+            while not stop.is_set():
+                for n, _ in enumerate(iter(p)):
+                    if n == 3:
+                        break
+                next(p, None)
+        except BaseException as error:
+            errors.append(error)
+
+    users = [threading.Thread(target=use, daemon=True) for _ in range(2)]
+    for user in users:
+        user.start()
+    for _ in range(300):
+        p.close()
+    stop.set()
+    for user in users:
+        user.join(20)
+        assert not user.is_alive()
+    p.close()
+    assert errors == []
+    assert eventually(lambda: not threads(since=before))
+
+
+class Closing(Exception):
+    pass
+
+
+def test_close_ends_the_others_where_one_raises(before):
+    class Loader:
+        def __iter__(self):
+            try:
+                for i in range(9):
+                    yield torch.tensor([i])
+            finally:
+                raise Closing
+
+    p = PrefetchIterator(Loader(), device="cpu", num_threads=0)
+    epochs = [iter(p), iter(p), iter(p)]
+    assert vals([next(epoch) for epoch in epochs]) == [0, 0, 0]
+    with pytest.raises(Closing):
+        p.close()
+    assert [next(epoch, "ended") for epoch in epochs] == ["ended"] * 3
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_an_interrupt_while_the_thread_starts_leaves_no_thread(num_threads, before, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(self):
+        start(self)
+        if self.name.startswith("gpuprefetch"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    p = PrefetchIterator(DataLoader(Ramp(9), batch_size=1), device="cpu", num_threads=num_threads)
+    if num_threads:
+        with pytest.raises(KeyboardInterrupt):
+            iter(p)
+    assert eventually(lambda: not threads(since=before))
+    assert eventually(lambda: not _threads._running)
+    monkeypatch.undo()
+    assert vals(p) == list(range(9))
+
+
+def test_a_new_epoch_of_persistent_workers_ends_the_one_before(before):
+    loader = DataLoader(Ramp(40), batch_size=2, num_workers=1, persistent_workers=True)
+    p = PrefetchIterator(loader, device="cpu")
+    for _ in range(3):
+        epoch = iter(p)
+        assert vals([next(epoch), next(epoch)]) == [0, 2]
+    older, epoch = epoch, iter(p)
+    assert vals(epoch) == list(range(0, 40, 2))
+    assert next(older, "ended") == "ended"
+
+
+def test_a_class_for_each_batch_is_not_kept():
+    import collections
+    import gc
+    import weakref
+
+    kinds = []
+
+    def batches():
+        for i in range(600):
+            kind = collections.namedtuple("Batch", "x")
+            kinds.append(weakref.ref(kind))
+            yield kind(torch.tensor([i]))
+
+    for _ in PrefetchIterator(batches(), device="meta"):
+        pass
+    gc.collect()
+    assert sum(ref() is not None for ref in kinds) <= 300
