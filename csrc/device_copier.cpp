@@ -168,7 +168,8 @@ bool Lane::wait_for_room(std::int64_t batch, std::int64_t bytes) {
   StreamEngine engine(copier_->stream_);
   const auto room = call_driver("waiting for the device's progress", [&] {
     const auto room = hold_back_.wait_for_room(batch, bytes, engine);
-    const bool too_large = room == HoldBack::Room::kFree && hold_back_.grows(batch) && free_bytes_() < bytes;
+    const bool too_large = room == HoldBack::Room::kFree && hold_back_.grows(batch) &&
+                           (hold_back_.short_of_memory() || free_bytes_() < bytes);
     return too_large ? hold_back_.wait_for_memory(batch, engine) : room;
   });
   if (room == HoldBack::Room::kOverdue) overdue_.store(true, std::memory_order_relaxed);

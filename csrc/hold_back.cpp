@@ -67,6 +67,7 @@ HoldBack::Room HoldBack::wait_for_room(std::int64_t batch, std::int64_t bytes, C
 }
 
 HoldBack::Room HoldBack::wait_for_memory(std::int64_t batch, CopyEngine& engine) {
+  short_of_memory_ = true;
   return wait(batch, [&] { return !grows(batch) || is_due(batch); }, engine);
 }
 

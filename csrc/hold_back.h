@@ -58,6 +58,10 @@ class HoldBack {
   // so far. In use is, beside the unfinished ones, the one before: the consumer drops it only when next() returns.
   bool grows(std::int64_t batch) const { return bytes_since(finished_ - 1, batch) > taken_bytes_; }
 
+  // True once a batch had to wait for memory. What is free from then on is not free for the taking: the loop gave it
+  // back under pressure, and will want it again.
+  bool short_of_memory() const { return short_of_memory_; }
+
   // Sleeps until the batch no longer grows, or is due as in wait_until_due().
   Room wait_for_memory(std::int64_t batch, CopyEngine& engine);
 
@@ -86,7 +90,8 @@ class HoldBack {
   const std::chrono::milliseconds overdue_after_;
   std::atomic<std::int64_t> asked_{0};
   std::atomic<bool> stopped_{false};
-  std::int64_t finished_ = 0;        // the consumer's work on batches before this one is known to be done
+  std::int64_t finished_ = 0;  // the consumer's work on batches before this one is known to be done
+  bool short_of_memory_ = false;
   std::int64_t taken_bytes_ = 0;     // the most that batches in use took at a time
   std::vector<std::int64_t> bytes_;  // of batch m at m % size
 };

@@ -98,12 +98,7 @@ class CopyLane:
             return  # by hand_over(), once they have moved
         record.moved.update(zip(map(id, [*record.plain, *record.stacks]), record.outputs, strict=True))
         record.batch = _batch.replace(record.batch, record.moved, self._skip_keys)
-        record.leaves, record.plain, record.outputs, record.moved = (
-            [],
-            [],
-            [],
-            {},
-        )  # the loader's batch is in use no longer
+        record.drop_sources()
 
     def ask(self) -> None:
         _refuse_capture()
@@ -196,12 +191,10 @@ def _refuse_capture() -> None:
 def _free_bytes(device: torch.device) -> int:
     """Device memory that is free for the taking: neither in use nor in the allocator's cache, which is the loop's."""
     free, total = torch.cuda.mem_get_info(device)
-    if not _unrecorded.needed() and hasattr(
-        torch.cuda, "get_per_process_memory_fraction"
-    ):  # a pluggable one can't tell
-        allowed = total * torch.cuda.get_per_process_memory_fraction(device)
-        free = min(free, int(allowed) - torch.cuda.memory_reserved(device))
-    return free
+    if _unrecorded.needed() or not hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        return free  # a pluggable allocator keeps no count
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free, allowed - torch.cuda.memory_reserved(device))
 
 
 def _pinned(leaf: Any, memory: list[torch.Tensor]) -> Any:

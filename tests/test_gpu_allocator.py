@@ -35,7 +35,7 @@ POOL = """
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_threads", [0, 1])
 def test_batches_are_the_consumers_own(num_threads):
-    result = script(
+    code, out, err = script(
         POOL
         + f"""
     n = 24
@@ -55,4 +55,4 @@ def test_batches_are_the_consumers_own(num_threads):
     os._exit(0)  # torch frees what it cached through functions that the interpreter takes down before
     """
     )
-    assert result.stdout.strip() == "right", result.stderr
+    assert out.strip() == "right", (code, err)

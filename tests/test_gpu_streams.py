@@ -70,7 +70,7 @@ def test_next_inside_a_capture_is_a_clear_error(threads):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2
-        with pytest.raises(RuntimeError, match=r"captures a CUDA graph: call next\(\) outside"):
+        with pytest.raises(RuntimeError, match=r"captures a CUDA graph: call iter\(\) and next\(\) outside"):
             next(epoch)
         y = y + 1
     graph.replay()

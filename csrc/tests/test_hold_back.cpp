@@ -313,6 +313,7 @@ void a_batch_that_grows_waits_for_memory() {
     rig.finish_before(shrinks ? 1 : 2);
     CHECK_EQ(rig.room(3, shrinks ? kLarge : 10 * kLarge), Room::kFree);
     CHECK(rig.hold_back.grows(3));
+    CHECK(!rig.hold_back.short_of_memory());
     std::atomic<bool> going{false};
     time_to_end(
         [&] {
@@ -330,6 +331,7 @@ void a_batch_that_grows_waits_for_memory() {
           }
         });
     CHECK_EQ(rig.hold_back.grows(3), !shrinks);
+    CHECK(rig.hold_back.short_of_memory());
   }
 }
 
