@@ -71,7 +71,7 @@ def make_plan(
         steps = min(max(fitting // 10 * 10, MIN_STEPS), MAX_STEPS)
     if step is None:
         step = Wait(_wait_seconds(load * chosen))
-        notes.append("no accelerator: the figures show that the rows run, and no more than that")
+        notes.append(f"no accelerator: the figures show that the rows run, and no more; a wait stands for {step_name}")
     return Plan(step, chosen, steps, repeats, notes, deadline)
 
 

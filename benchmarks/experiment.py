@@ -78,8 +78,11 @@ def run(
         Parts(transport.load, transport.fetch, transport.stage, transport.copy, compute.step_seconds)
         for transport, compute in zip(transports, computes, strict=True)
     ]
+    names = (
+        PART_NAMES if target.accelerated else ("load", "compute")
+    )  # on the CPU nothing is staged, copied or gathered
     return {
-        "parts_ms": {name: figure([getattr(part, name) * 1e3 for part in parts]) for name in PART_NAMES},
+        "parts_ms": {name: figure([getattr(part, name) * 1e3 for part in parts]) for name in names},
         "rows": [_row_result(row, epochs[row.name], parts, computes, plan, sync_every_step) for row in rows],
     }
 

@@ -157,13 +157,19 @@ def gpuprefetch(loader: Loader, target: Target, prefetch_batches: int) -> Iterat
         yield batches
 
 
+def _nothing_to_copy(target: Target) -> str | None:
+    if not target.accelerated:
+        return f"it loads inside next(), and copies nothing on {target.device.type}"
+    return _not_installed(target)
+
+
 @row(
     "gpuprefetch0",
     "PrefetchIterator(loader, num_threads=0), loads inside next(), copies ahead",
     bound=GATHERED,
     bound_in_sync=GATHERED_BESIDE_COMPUTE,
     overlaps=False,
-    missing=_not_installed,
+    missing=_nothing_to_copy,
 )
 @contextmanager
 def gpuprefetch0(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:

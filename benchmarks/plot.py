@@ -14,7 +14,7 @@ OURS, OTHERS, PARTS, BOUND = "#0072B2", "#999999", "#E69F00", "#D55E00"
 
 PART_LABELS = {
     "load": "load: make a batch on the host",
-    "fetch": "fetch: its samples, not stacked yet",
+    "fetch": "of which fetch: its samples, not yet stacked",
     "stage": "stage: copy it to pinned memory",
     "copy": "copy: pinned memory to the device",
     "compute": "compute: the training step itself",
@@ -28,7 +28,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")  # no window, so that it works over ssh and leaves a notebook's backend alone
     from matplotlib import pyplot
 
-    parts = {name: part for name, part in result["parts_ms"].items() if part["high"] > 0}  # no copies on the CPU
+    parts = result["parts_ms"]
     rows = result["rows"]
     size = (11, 3.4 + 0.4 * len(parts) + 0.6 * len(rows))
     figure, (above, below) = pyplot.subplots(
@@ -44,7 +44,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     colours = [OURS if row["name"].startswith("gpuprefetch") else OTHERS for row in rows]
     labels = [f"{row['name']}\n{textwrap.fill(row['description'], 46)}" for row in rows]
-    notes = [f"  {row['multiple_of_bound']['median']:.2f}x the bound" for row in rows]
+    notes = [f"  {row['multiple_of_bound']['median']:.2f}x the bound{'*' * row['below_bound']}" for row in rows]
     _bars(below, labels, [row["ms_per_step"] for row in rows], colours, notes)
     for position, row in enumerate(rows):
         bound = row["bound_ms"]["median"]
@@ -65,6 +65,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _title(result: dict[str, Any]) -> str:
     settings = result["settings"]
     lines = [setting_line(settings), f"compute: {settings['step_description']}", *headline(result["environment"])]
+    lines += result["notes"]
+    if any(row["below_bound"] for row in result["rows"]):
+        lines.append("*: below its bound, which can't be: the machine was busy, and this row is not to be trusted")
     return "\n".join(lines)
 
 

@@ -35,6 +35,17 @@ def _formulas(rows: list[dict[str, Any]]) -> list[str]:
     return [f"bound of {', '.join(names[formula])}: {formula}" for formula in formulas]
 
 
+def _verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """What a reader wants first: how much faster than the plain loader."""
+    steps = {row["name"]: row["ms_per_step"]["median"] for row in rows}
+    ours = [(name, step) for name, step in steps.items() if name.startswith("gpuprefetch")]
+    if "dataloader" not in steps or not ours:
+        return []
+    name, step = min(ours, key=lambda row: row[1])
+    times = steps["dataloader"] / step
+    return [f"{name}: {step:.1f} ms a step, {times:.2f}x as fast as dataloader ({steps['dataloader']:.1f})", ""]
+
+
 def setting_line(settings: dict[str, Any]) -> str:
     waits = ", waits for every step" if settings["sync_every_step"] else ""
     return (
@@ -77,15 +88,14 @@ def table(result: dict[str, Any]) -> str:
                 "-" if memory is None else f"{memory / 2**20:.0f}",
             ]
         )
-    lines += _columns(rows)
-    lines.append("")
+    lines += [*_columns(rows), "", *_verdict(result["rows"])]
     width = max([len(row["name"]) for row in result["rows"]] + [len(row["name"]) for row in result["left_out"]] + [0])
     lines += [f"{row['name'].ljust(width)}  {row['description']}" for row in result["rows"]]
     lines += [f"{row['name'].ljust(width)}  left out: {row['reason']}" for row in result["left_out"]]
     lines += [
         "",
         "ms a step: from iter() until the device has done the last step, first batch included; median of the repeats.",
-        "x bound: how many times the bound, below which no step can be: 1 is the best there is.",
+        "x bound: times the bound, below which no step can be: 1 is the best there is; of each repeat, then median.",
         *_formulas(result["rows"]),
         "first batch ms: from iter() until it is on the device.",
         "device MiB: peak of device memory above what the step needs for itself, the batch in use included.",
