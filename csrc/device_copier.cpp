@@ -232,7 +232,8 @@ void Lane::copy(const Sources& sources, const std::vector<at::Tensor>& outputs, 
   const auto add = [&](const at::Tensor& output, std::vector<Extent> extents, bool pinned) {
     const bool skips_ring = pinned || !copier_->ring_;
     auto& destinations = skips_ring ? direct : staged;
-    destinations.push_back({static_cast<std::byte*>(output.mutable_data_ptr()), output.nbytes(), std::move(extents)});
+    destinations.push_back(
+        Destination{static_cast<std::byte*>(output.mutable_data_ptr()), output.nbytes(), std::move(extents)});
     finish = finish || skips_ring;  // the bus reads the source itself, some time
   };
   auto output = outputs.begin();
@@ -246,7 +247,7 @@ void Lane::copy(const Sources& sources, const std::vector<at::Tensor>& outputs, 
     const auto& target = *output++;
     const auto bytes = samples.front().nbytes();
     std::vector<Extent> extents;
-    for (const auto& sample : samples) extents.push_back({address_of(sample), extents.size() * bytes, bytes});
+    for (const auto& sample : samples) extents.push_back(Extent{address_of(sample), extents.size() * bytes, bytes});
     add(target, std::move(extents), /*pinned=*/false);
   }
 

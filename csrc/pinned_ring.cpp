@@ -6,7 +6,7 @@ PinnedRing::PinnedRing(std::byte* memory, std::size_t piece_bytes, const std::ve
     : piece_bytes_(piece_bytes) {
   pieces_.reserve(events.size());  // addresses of pieces are handed out
   for (Event event : events) {
-    pieces_.push_back({memory + pieces_.size() * piece_bytes, event, false});
+    pieces_.push_back(Piece{memory + pieces_.size() * piece_bytes, event, false});
     queue_.push_back(&pieces_.back());
   }
 }

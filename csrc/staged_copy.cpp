@@ -79,7 +79,7 @@ class Filling {
   bool empty() const { return fills_.empty(); }
 
   void start(PinnedRing::Piece& piece, Cutter& cutter) {
-    fills_.push_back({&piece, nullptr, 0, {}});  // a deque: the pool keeps the job's address
+    fills_.push_back(Fill{&piece, nullptr, 0, {}});  // a deque: the pool keeps the job's address
     Fill& fill = fills_.back();
     cutter.cut(fill);
     if (fill.bytes > kInlineBytes) pool_.start(fill.job);
