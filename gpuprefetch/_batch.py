@@ -84,6 +84,26 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def skipped_tensors(batch: Any, skip_keys: Collection[Any]) -> list[torch.Tensor]:
+    """The tensors under skipped keys, as far as plain dicts, lists and tuples go: other objects are not looked into."""
+    found: list[torch.Tensor] = []
+    _collect_skipped(batch, skip_keys, False, found)
+    return found
+
+
+def _collect_skipped(value: Any, skip_keys: Collection[Any], skipped: bool, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found += [value] if skipped else []
+    elif type(value) is dict:
+        for key, child in value.items():
+            if type(child) not in _ATOMS:
+                _collect_skipped(child, skip_keys, skipped or key in skip_keys, found)
+    elif type(value) in (list, tuple):
+        for child in value:
+            if type(child) not in _ATOMS:
+                _collect_skipped(child, skip_keys, skipped, found)
+
+
 def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any]) -> None:
     if _is_leaf(value):
         found.setdefault(id(value), value)

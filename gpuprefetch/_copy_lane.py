@@ -73,7 +73,8 @@ class CopyLane:
             else:
                 others.append(leaf)
         if self._skip_keys:  # what stays as it is may come from the dataset's own GPU work all the same
-            self._wait_for_loading(record, _batch.tensors_in(record.batch))
+            kept = _batch.skipped_tensors(record.batch, self._skip_keys)
+            self._wait_for_loading(record, [part for tensor in kept for part in _batch.tensors_in(tensor)])
         if others:
             self._move(record, others)
 
@@ -160,7 +161,7 @@ class CopyLane:
 
     def _move_one(self, record: Record, leaf: Any, memory: list[torch.Tensor]) -> None:
         if self._consumer_copies is not None and not isinstance(leaf, torch.Tensor):
-            record.late[id(leaf)] = copy.deepcopy(leaf)
+            record.late[id(leaf)] = _own_copy(leaf)
             return
         record.finish = True  # a pinned tensor's own `to` does not wait for its bytes to be read
         stream = self._copier.stream
@@ -175,7 +176,7 @@ class CopyLane:
         else:
             # Nothing in sight to record a stream on, so its memory would not be safe on the consumer's. It moves there,
             # at the hand-over; a copy of it, since the loader may write to its own meanwhile.
-            record.late[id(leaf)] = copy.deepcopy(leaf)
+            record.late[id(leaf)] = _own_copy(leaf)
             return
         record.moved[id(leaf)] = moved
 
@@ -195,6 +196,13 @@ def _free_bytes(device: torch.device) -> int:
         return free  # a pluggable allocator keeps no count
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return min(free, allowed - torch.cuda.memory_reserved(device))
+
+
+def _own_copy(leaf: Any) -> Any:
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # it holds a lock or a handle, say; then it is read when it moves
+        return leaf
 
 
 def _pinned(leaf: Any, memory: list[torch.Tensor]) -> Any:

@@ -60,8 +60,13 @@ class Epoch(abc.ABC):
         """The next batch. After the end, an error or stop(): StopIteration."""
         if self._worker is not None and self._worker.thread is threading.current_thread():
             raise RuntimeError("an epoch can't be drawn from by the dataset that it loads")
-        with self._taking:
+        while not self._taking.acquire(timeout=_SLICE_SECONDS):
+            if self._stopped:
+                raise StopIteration
+        try:
             return self._take()
+        finally:
+            self._taking.release()
 
     def _take(self) -> Any:
         if self._stopped:

@@ -9,7 +9,7 @@ import numbers
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -37,8 +37,8 @@ class PrefetchIterator:
     Make it once and iterate it for each epoch, as a DataLoader. ``next(p)`` without a loop draws from an epoch of the
     object's own, which a later ``iter(p)`` ends. Attributes that are not its own are the loader's.
 
-    With a CUDA device and a DataLoader that uses torch's own ``default_collate``, samples of 4 KiB or more are not
-    stacked on the host: the copy gathers them. The batch is the same; any other ``collate_fn`` is called as it is.
+    With a CUDA device, no ``skip_keys`` and torch's own ``default_collate``, samples of 4 KiB or more are not stacked
+    on the host: the copy gathers them. The batch is the same; any other ``collate_fn`` is called as it is.
 
     Args:
         loader: any iterable of batches, usually a ``torch.utils.data.DataLoader`` with ``num_workers=0``. Batches
@@ -108,7 +108,7 @@ class PrefetchIterator:
         self._device = _checked_device(device)
         self._epochs: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._implicit: EpochIterator | None = None
-        self._lock = threading.RLock()  # of what close() ends: it may be called from any thread
+        self._lock = threading.RLock()  # of _epochs and _share, never held while code of the user's runs
         self._share: Share | None = None
         self._open()
 
@@ -122,10 +122,9 @@ class PrefetchIterator:
         return self._begin()
 
     def __next__(self) -> Any:
-        with self._lock:
-            if self._implicit is None:
-                self._implicit = self._begin()
-            implicit = self._implicit
+        implicit = self._implicit
+        if implicit is None:
+            implicit = self._implicit = self._begin()
         return next(implicit)
 
     def __len__(self) -> int:
@@ -145,9 +144,9 @@ class PrefetchIterator:
 
         A thread that is inside the dataset's code is waited for 2 seconds, then left behind with a warning.
         """
+        self._implicit = None
+        epochs = [iterator._epoch for iterator in self._live()]
         with self._lock:
-            self._implicit = None
-            epochs = [iterator._epoch for iterator in self._epochs]
             share, self._share = self._share, None
         for epoch in epochs:
             epoch.stop()
@@ -187,9 +186,11 @@ class PrefetchIterator:
             raise AttributeError(name)
         try:
             return getattr(self._loader, name)
-        except AttributeError:
+        except AttributeError as error:
+            if error.name != name or error.obj is not self._loader:  # out of a property of the loader's
+                raise
             kinds = f"{type(self).__name__!r} object and the {type(self._loader).__name__!r} that it wraps"
-            raise AttributeError(f"{kinds} have no attribute {name!r}") from None
+            raise AttributeError(f"{kinds} have no attribute {name!r}") from error
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("a PrefetchIterator can't be copied or pickled: copy or pickle the loader, and wrap it again")
@@ -201,29 +202,34 @@ class PrefetchIterator:
         )
 
     def _open(self) -> Share | None:
-        if self._device.type == "cuda" and self._share is None:
-            self._share = Share(Copier.of(self._device), self._pinned_bytes)
-        return self._share
+        with self._lock:
+            if self._device.type == "cuda" and self._share is None:
+                self._share = Share(Copier.of(self._device), self._pinned_bytes)
+            return self._share
 
     def _begin(self) -> EpochIterator:
+        if isinstance(self._loader, (Generator, EpochIterator)) or getattr(self._loader, "persistent_workers", False):
+            # Its epochs are one iterator, which two threads can't share: a new one ends the others.
+            for iterator in self._live():
+                iterator.close()
+        share = self._open()
+        lane = self._lane(share)
+        source = Source(self._loader, lane.collate)
+        environment = Environment(self._device)
+        epoch: Epoch
+        if self._num_threads:
+            epoch = LoaderThreadEpoch(source, lane, self._timeout, environment, self._prefetch_batches)
+        else:
+            epoch = CallingThreadEpoch(source, lane, self._timeout, environment)
+        iterator = EpochIterator(epoch, share)
         with self._lock:
-            if isinstance(self._loader, Iterator) or getattr(self._loader, "persistent_workers", False):
-                # Its epochs are one iterator, which two threads can't share: a new one ends the others.
-                for iterator in list(self._epochs):
-                    iterator.close()
-            share = self._open()
-            lane = self._lane(share)
-            source = Source(self._loader, lane.collate)
-            environment = Environment(self._device)
-            epoch: Epoch
-            if self._num_threads:
-                epoch = LoaderThreadEpoch(source, lane, self._timeout, environment, self._prefetch_batches)
-            else:
-                epoch = CallingThreadEpoch(source, lane, self._timeout, environment)
-            iterator = EpochIterator(epoch, share)
             self._epochs.add(iterator)
         epoch.start()  # last: whatever interrupts it, dropping the iterator ends the thread
         return iterator
+
+    def _live(self) -> list[EpochIterator]:
+        with self._lock:
+            return list(self._epochs)
 
     def _lane(self, share: Share | None) -> Lane:
         if share is not None:
@@ -304,7 +310,8 @@ def _checked_device(device: torch.device | str | int | None) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(f"device must be a torch.device, a string, an index or None, not {device!r}")
     try:
-        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        no_accelerator = torch.accelerator.current_accelerator() is None  # to which an index would belong
+        chosen = torch.device("cuda", device) if isinstance(device, int) and no_accelerator else torch.device(device)
     except RuntimeError as error:
         raise ValueError(
             f"device must name a torch device, such as 'cuda:0' or 'cpu', not {device!r}: {error}"

@@ -97,7 +97,7 @@ class HostLane(_DirectLane):
                 moved[id(leaf)] = _batch.move(leaf, torch.device("cpu"))
             else:
                 record.versions += [(tensor, tensor._version) for tensor in memory if not tensor.is_inference()]
-        if self._skip_keys and any(tensor.is_cuda for tensor in _batch.tensors_in(record.batch)):
+        if any(tensor.is_cuda for tensor in _batch.skipped_tensors(record.batch, self._skip_keys)):
             torch.cuda.current_stream().synchronize()  # what stays there is the consumer's, on whatever stream
         record.batch = _batch.replace(record.batch, moved, self._skip_keys)
 

@@ -7,6 +7,7 @@ process from ending.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import sys
@@ -59,9 +60,10 @@ class Worker:
 
     def end(self, deadline: float) -> None:
         """Joins the thread, which was told to stop. One still busy at ``deadline`` is left behind, with a warning."""
-        if self._left_behind or self.thread.ident is None or self.thread is threading.current_thread():
+        if self._left_behind or self.thread is threading.current_thread():
             return
-        self.thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # not started yet: it will see that it was stopped
+            self.thread.join(max(0.0, deadline - time.monotonic()))
         if self.thread.is_alive():
             self._left_behind = True
             warnings.warn(

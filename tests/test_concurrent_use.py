@@ -145,3 +145,56 @@ def test_a_class_for_each_batch_is_not_kept():
         pass
     gc.collect()
     assert sum(ref() is not None for ref in kinds) <= 300
+
+
+class Both:
+    """An iterator class whose ``iter()`` starts afresh all the same."""
+
+    def __iter__(self):
+        return iter([torch.tensor([i]) for i in range(5)])
+
+    def __next__(self):
+        raise AssertionError("iter() is what is asked")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_epochs_of_a_loader_that_starts_afresh(nested):
+    p = PrefetchIterator(PrefetchIterator(Both(), device="cpu") if nested else Both(), device="cpu")
+    assert [(int(a), int(b)) for a, b in zip(p, p, strict=True)] == [(i, i) for i in range(5)]
+
+
+def test_close_does_not_wait_for_a_loader_that_begins():
+    gate, reached = threading.Event(), threading.Event()
+
+    class Slow:
+        def __iter__(self):
+            reached.set()
+            assert gate.wait(30)
+            return iter([torch.tensor([1])])
+
+    p = PrefetchIterator(Slow(), device="cpu")
+    got = []
+    beginner = threading.Thread(target=lambda: got.append(vals(p)), daemon=True)
+    beginner.start()
+    assert reached.wait(20)
+    within(5, p.close)
+    gate.set()
+    beginner.join(20)
+    assert got == [[1]]
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_skipped_values_are_not_looked_into(num_threads):
+    class Lazy(dict):
+        def __getitem__(self, key):
+            raise OSError("remote")
+
+        def items(self):
+            raise OSError("remote")
+
+    lazy = Lazy(a=1)
+    batch = {"x": torch.ones(1), "meta": lazy, "more": [{"meta": lazy}]}
+    (out,) = PrefetchIterator([batch], device="cpu", num_threads=num_threads, skip_keys=["meta"])
+    assert out["meta"] is lazy and out["more"][0]["meta"] is lazy
+    (out,) = PrefetchIterator([batch], device="meta", num_threads=num_threads, skip_keys=["meta"])
+    assert out["meta"] is lazy and out["x"].device.type == "meta"
