@@ -272,5 +272,5 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return tensor.untyped_storage().data_ptr() != 0
-        except (RuntimeError, NotImplementedError):  # a wrapper subclass
+        except RuntimeError:  # a wrapper subclass
             return False
