@@ -96,6 +96,7 @@ def table(result: dict[str, Any]) -> str:
         "",
         "ms a step: from iter() until the device has done the last step, first batch included; median of the repeats.",
         "x bound: times the bound, below which no step can be: 1 is the best there is; of each repeat, then median.",
+        "bound ms: the host's parts are the least of all repeats, since other work on the machine only adds to them.",
         *_formulas(result["rows"]),
         "first batch ms: from iter() until it is on the device.",
         "device MiB: peak of device memory above what the step needs for itself, the batch in use included.",

@@ -17,6 +17,7 @@ import abc
 import contextlib
 import itertools
 import queue
+import sys
 import threading
 import time
 from typing import Any
@@ -31,6 +32,10 @@ from gpuprefetch._source import Source
 
 # On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices.
 _SLICE_SECONDS = 0.1
+
+# Before Python 3.11 a sleep on Windows lasts until the next tick of a clock of 64 Hz.
+_LONGEST_YIELD_SECONDS = 0.001
+_SLEEPS_BRIEFLY = sys.platform != "win32" or sys.version_info >= (3, 11)
 
 
 class Epoch(abc.ABC):
@@ -221,7 +226,7 @@ class LoaderThreadEpoch(Epoch):
                 try:
                     for number in itertools.count():
                         if number >= self._prefetch_batches:
-                            self._permits.get()
+                            self._wait_for_permit()
                         if self._stopped:
                             return
                         record = self._make(number)
@@ -239,6 +244,17 @@ class LoaderThreadEpoch(Epoch):
             record = Record(number)
             self._fail(record, error)
             self._ready.put(record)
+
+    def _wait_for_permit(self) -> None:
+        """Waits until the consumer has taken a batch, and lets it begin its step before it meets us at the GIL.
+
+        A thread that had to wait is in no hurry, and gives away an eighth of that time. One that is behind has not
+        waited.
+        """
+        started = time.perf_counter()
+        self._permits.get()
+        if _SLEEPS_BRIEFLY:
+            time.sleep(min((time.perf_counter() - started) / 8, _LONGEST_YIELD_SECONDS))
 
     def _make(self, number: int) -> Record:
         record = self._load(number)

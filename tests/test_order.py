@@ -5,6 +5,7 @@ import random
 import sys
 import threading
 import time
+import types
 
 import numpy
 import pytest
@@ -21,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from gpuprefetch import PrefetchIterator
+from gpuprefetch import PrefetchIterator, _epoch
 
 LENGTHS = [0, 1, 2, 3, 4, 5, 7, 8, 9]
 AHEAD = [1, 2, 4, 50]
@@ -336,6 +337,19 @@ def test_loading_runs_prefetch_batches_ahead_and_no_further(ahead):
         assert len(started) == min(n, taken + ahead)
         assert int(next(it)[0, 0]) == taken
     assert next(it, None) is None
+
+
+@pytest.mark.parametrize("waited, yielded", [(0.0, 0.0), (2**-8, 2**-11), (5.0, 0.001)])
+def test_a_loader_thread_that_had_to_wait_lets_the_consumer_begin_its_step(waited, yielded, monkeypatch):
+    """Loading at once, it would compete for the GIL with the launch of that step. It gives away what it has."""
+    done = []
+    clock = itertools.count(0.0, waited)  # each look is that much later
+    fake = types.SimpleNamespace(perf_counter=lambda: next(clock), sleep=done.append, monotonic=time.monotonic)
+    monkeypatch.setattr(_epoch, "time", fake)
+    monkeypatch.setattr(_epoch, "_SLEEPS_BRIEFLY", True)
+    loader = DataLoader(Ramp(5, hook=lambda i: done.append(f"load {i}")), batch_size=1)
+    assert vals(PrefetchIterator(loader, device="cpu", prefetch_batches=2)) == list(range(5))
+    assert done == ["load 0", "load 1", yielded, "load 2", yielded, "load 3", yielded, "load 4", yielded]
 
 
 def test_the_next_epoch_loads_while_something_else_runs():
