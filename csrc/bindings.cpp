@@ -1,5 +1,6 @@
 // The only file that sees Python. C++ below it doesn't drop a last reference to what Python made (arguments are
-// borrowed for the length of a call), and takes the GIL only to ask for free memory, when batches grow.
+// borrowed for the length of a call), and takes the GIL only to ask for free memory, when batches grow, and for
+// signals.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -35,6 +36,12 @@ std::vector<Event> events_of(const std::vector<std::uintptr_t>& handles) {
   events.reserve(handles.size());
   for (const auto handle : handles) events.push_back(reinterpret_cast<Event>(handle));
   return events;
+}
+
+// With num_threads=0 it is the main thread that waits, and Ctrl-C must end that.
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 void translate(std::exception_ptr error) {
@@ -79,7 +86,9 @@ PYBIND11_MODULE(_C, m) {
            py::arg("free_bytes"))
       .def_static("events_needed", &Lane::events_needed, py::arg("prefetch_batches"))
       .def("ask", &Lane::ask)
-      .def("wait_until_due", &Lane::wait_until_due, py::arg("batch"), release_gil())
+      .def(
+          "wait_until_due", [](Lane& lane, std::int64_t batch) { return lane.wait_until_due(batch, &check_signals); },
+          py::arg("batch"), release_gil())
       .def("wait_for_room", &Lane::wait_for_room, py::arg("batch"), py::arg("bytes"), release_gil())
       .def(
           "put",

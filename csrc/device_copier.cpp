@@ -176,10 +176,10 @@ bool Lane::wait_for_room(std::int64_t batch, std::int64_t bytes) {
   return room != HoldBack::Room::kStopped;
 }
 
-bool Lane::wait_until_due(std::int64_t batch) {
+bool Lane::wait_until_due(std::int64_t batch, const std::function<void()>& interrupt) {
   StreamEngine engine(copier_->stream_);
-  const auto room =
-      call_driver("waiting for the device's progress", [&] { return hold_back_.wait_until_due(batch, engine); });
+  const auto room = call_driver("waiting for the device's progress",
+                                [&] { return hold_back_.wait_until_due(batch, engine, interrupt); });
   return room != HoldBack::Room::kStopped;
 }
 

@@ -87,7 +87,8 @@ class Lane {
   bool wait_for_room(std::int64_t batch, std::int64_t bytes);
 
   // Copier: sleeps until the consumer waits for this batch and has done its work on the others. False if stopped.
-  bool wait_until_due(std::int64_t batch);
+  // `interrupt` is called every 100 ms; what it throws ends the wait.
+  bool wait_until_due(std::int64_t batch, const std::function<void()>& interrupt = {});
 
   // Copier: the device's copies of the tensors, strides as `tensor.to(device)` gives them, and then of the stacks.
   // `other_bytes` is what the batch takes on the device besides. Sleeps until there is room for the batch. At return

@@ -4,7 +4,7 @@
 #include <optional>
 #include <utility>
 
-#include "short_sleep.h"
+#include "platform.h"
 
 namespace gpuprefetch {
 namespace {
@@ -12,17 +12,20 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
+constexpr auto kInterruptInterval = std::chrono::milliseconds(100);
+
 // Sleeps an eighth of the time waited so far, so that the end of a wait is seen soon in proportion to its length, and
 // a long wait costs no processor time to speak of. A sleep on the event itself could not be ended by stop().
 class Backoff {
  public:
   void sleep() {
     const auto waited = std::chrono::duration_cast<microseconds>(Clock::now() - start_);
-    short_sleep((std::clamp)(waited / 8, microseconds(50), microseconds(500)));
+    short_sleep_.sleep((std::clamp)(waited / 8, microseconds(50), microseconds(500)));
   }
 
  private:
   const Clock::time_point start_ = Clock::now();
+  ShortSleep short_sleep_;
 };
 
 }  // namespace
@@ -71,13 +74,16 @@ HoldBack::Room HoldBack::wait_for_memory(std::int64_t batch, CopyEngine& engine)
   return wait(batch, [&] { return !grows(batch) || is_due(batch); }, engine);
 }
 
-HoldBack::Room HoldBack::wait_until_due(std::int64_t batch, CopyEngine& engine) {
-  return wait(batch, [&] { return is_due(batch); }, engine);
+HoldBack::Room HoldBack::wait_until_due(std::int64_t batch, CopyEngine& engine,
+                                        const std::function<void()>& interrupt) {
+  return wait(batch, [&] { return is_due(batch); }, engine, interrupt);
 }
 
 template <typename Condition>
-HoldBack::Room HoldBack::wait(std::int64_t batch, Condition condition, CopyEngine& engine) {
+HoldBack::Room HoldBack::wait(std::int64_t batch, Condition condition, CopyEngine& engine,
+                              const std::function<void()>& interrupt) {
   Backoff backoff;
+  Clock::time_point next_interrupt = Clock::now() + kInterruptInterval;
   std::optional<Clock::time_point> asked_since;
   for (;;) {
     if (stopped()) return Room::kStopped;
@@ -86,6 +92,10 @@ HoldBack::Room HoldBack::wait(std::int64_t batch, Condition condition, CopyEngin
     if (asked_.load(std::memory_order_relaxed) > batch) {
       if (!asked_since) asked_since = Clock::now();
       if (Clock::now() - *asked_since >= overdue_after_) return Room::kOverdue;
+    }
+    if (interrupt && Clock::now() >= next_interrupt) {
+      interrupt();
+      next_interrupt = Clock::now() + kInterruptInterval;
     }
     backoff.sleep();
   }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "copy_engine.h"
@@ -69,8 +70,8 @@ class HoldBack {
   void took_memory(std::int64_t batch) { taken_bytes_ = (std::max)(taken_bytes_, bytes_since(finished_ - 1, batch)); }
 
   // Sleeps until the consumer waits for this batch and its work on all earlier ones is done: as much memory as there
-  // will ever be.
-  Room wait_until_due(std::int64_t batch, CopyEngine& engine);
+  // will ever be. `interrupt` is called every 100 ms; what it throws ends the wait.
+  Room wait_until_due(std::int64_t batch, CopyEngine& engine, const std::function<void()>& interrupt = {});
 
   // Ends all waits, now and for ever.
   void stop() { stopped_.store(true, std::memory_order_relaxed); }
@@ -80,7 +81,7 @@ class HoldBack {
   Event event(std::int64_t n) const { return events_[static_cast<std::size_t>(n) % events_.size()]; }
   void look(CopyEngine& engine);
   template <typename Condition>
-  Room wait(std::int64_t batch, Condition condition, CopyEngine& engine);
+  Room wait(std::int64_t batch, Condition condition, CopyEngine& engine, const std::function<void()>& interrupt = {});
   bool has_room(std::int64_t batch) const;
   bool is_due(std::int64_t batch) const;
   std::int64_t bytes_since(std::int64_t first, std::int64_t batch) const;

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <system_error>
 
+#include "platform.h"
+
 namespace gpuprefetch {
 namespace {
 
@@ -67,6 +69,7 @@ bool MemcpyPool::take_back(Job& job) {
 }
 
 void MemcpyPool::run() {
+  name_this_thread("gpuprefetch-mem");
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     work_.wait(lock, [this] { return stopping_ || !queue_.empty(); });

@@ -21,7 +21,7 @@
 
 #include "check.h"
 #include "copy_engine.h"
-#include "short_sleep.h"
+#include "platform.h"
 
 namespace gpuprefetch {
 
@@ -230,7 +230,7 @@ class SimulatedDevice {
       luck = random_();
     }
     if (luck % 16 == 0) {
-      short_sleep(std::chrono::microseconds(1 + luck / 16 % 100));
+      ShortSleep().sleep(std::chrono::microseconds(1 + luck / 16 % 100));
     } else if (luck % 4 == 0) {
       std::this_thread::yield();
     }

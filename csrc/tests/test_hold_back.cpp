@@ -335,6 +335,28 @@ void a_batch_that_grows_waits_for_memory() {
   }
 }
 
+void an_interrupt_ends_the_wait_until_due() {
+  for (int calls : {1, 3}) {
+    Rig rig(1);
+    rig.ask();
+    rig.ask();
+    int called = 0;
+    const auto start = Clock::now();
+    bool interrupted = false;
+    try {
+      rig.hold_back.wait_until_due(1, rig.copy_stream, [&] {
+        if (++called == calls) throw DeviceError("Ctrl-C");
+      });
+    } catch (const DeviceError&) {
+      interrupted = true;
+    }
+    CHECK(interrupted);
+    CHECK(Clock::now() - start >= calls * milliseconds(100));
+    rig.finish_before(1);
+    CHECK(rig.hold_back.wait_until_due(1, rig.copy_stream) == HoldBack::Room::kFree);
+  }
+}
+
 void a_failed_query_leaves_the_wait_and_the_next_call_is_right() {
   for (std::int64_t k : {0, 1}) {
     Rig rig(1, milliseconds(0));
@@ -492,7 +514,7 @@ void copier_and_consumer() {
       current_case = ++number;
       const Pace pace = number % 3 == 0 ? Pace::kLate : Pace::kRandom;
       Machine machine(number % 2 == 0 ? 1 : 4, 256, pace, static_cast<std::size_t>(number));
-      Epoch epoch(machine, prefetch_batches, 1000, scale, static_cast<std::size_t>(number));
+      Epoch epoch(machine, prefetch_batches, 400, scale, static_cast<std::size_t>(number));
       while (epoch.next()) {
       }
     }
@@ -546,6 +568,7 @@ int main() {
   RUN(small_batches_lag_up_to_the_limits);
   RUN(room_follows_the_rule);
   RUN(stop_ends_every_wait);
+  RUN(an_interrupt_ends_the_wait_until_due);
   RUN(a_batch_is_overdue_only_while_the_consumer_waits_for_it);
   RUN(events_are_reused_while_everything_is_overdue);
   RUN(due_is_a_batch_that_is_asked_for_when_all_before_are_done);
