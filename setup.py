@@ -13,8 +13,19 @@ from setuptools.errors import PlatformError
 NO_COMPILER = "gpuprefetch is compiled on installation, and no C++ compiler was found: "
 NO_CXX = NO_COMPILER + '"{}" is not there; install g++ or clang++ (Debian and Ubuntu: apt install g++), or set CXX.'
 NO_MSVC = NO_COMPILER + (
-    'install the Visual Studio Build Tools with the component "Desktop development with C++", '
-    "or inside a Visual C++ prompt for x64 set DISTUTILS_USE_SDK=1."
+    'install the Visual Studio Build Tools with the component "Desktop development with C++" by\n'
+    '    winget install Microsoft.VisualStudio.2022.BuildTools --override "--wait --passive '
+    '--add Microsoft.VisualStudio.Workload.VCTools --includeRecommended"\n'
+    "and repeat the command in a new prompt."
+)
+OTHER_PROMPT = (
+    "this Visual C++ prompt makes programs for {}, and PyTorch is one for x64: repeat the command in an ordinary "
+    'prompt or in the "x64 Native Tools Command Prompt".'
+)
+PROMPT_WITHOUT_SDK = (
+    "in a Visual C++ prompt its compiler is used only where DISTUTILS_USE_SDK says so: repeat the command after\n"
+    "    set DISTUTILS_USE_SDK=1\n"
+    "or, in PowerShell, $env:DISTUTILS_USE_SDK = 1"
 )
 
 if sys.platform == "win32":
@@ -30,9 +41,12 @@ else:
 def require_compiler(compiler):
     """End with one sentence where the compiler (distutils' object for it) can't run."""
     if sys.platform == "win32":
-        # Inside a prompt and without that variable torch ends with a traceback.
+        prompt = os.environ.get("VSCMD_ARG_TGT_ARCH", "x64")  # set by a Visual C++ prompt
+        if prompt != "x64":
+            raise SystemExit(OTHER_PROMPT.format(prompt))
+        # Without that variable torch would end with a traceback.
         if "VSCMD_ARG_TGT_ARCH" in os.environ and "DISTUTILS_USE_SDK" not in os.environ:
-            raise SystemExit(NO_MSVC)
+            raise SystemExit(PROMPT_WITHOUT_SDK)
         try:
             if not compiler.initialized:
                 compiler.initialize()

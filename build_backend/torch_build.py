@@ -17,11 +17,14 @@ NO_TORCH = (
     "gpuprefetch is compiled against the installed PyTorch, and this build sees no {} (found: {}): install PyTorch "
     "first, with setuptools and ninja beside it, then repeat the command with --no-build-isolation."
 )
+ONLY_64_BIT = "gpuprefetch needs a 64-bit Python, as PyTorch does, and this one is a 32-bit program: {}"
 NO_SETUPTOOLS = (
     "gpuprefetch is built by setuptools 77 or newer, and this build sees {}: without build isolation, "
     "install or upgrade setuptools and ninja first."
 )
 
+if sys.maxsize < 2**32:
+    raise SystemExit(ONLY_64_BIT.format(sys.executable))
 try:
     import setuptools
     from setuptools import build_meta

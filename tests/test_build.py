@@ -25,9 +25,11 @@ REFUSAL = (
 
 def backend(statement, *, python=sys.executable, options=(), path=()):
     """Run a statement in a process that has imported the backend, with `path` as PYTHONPATH."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "build_backend", *path]))}
-    code = f"import torch_build; {statement}"
-    return run([python, *options, "-c", code], env)
+    return run([python, *options, "-c", f"import torch_build; {statement}"], backend_path(*path))
+
+
+def backend_path(*path):
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "build_backend", *path]))}
 
 
 def run(command, env):
@@ -158,29 +160,51 @@ class Msvc:
             raise setuptools.errors.PlatformError("a page of text")
 
 
+PROMPT = {"VSCMD_ARG_TGT_ARCH": "x64"}
+
+
 @pytest.mark.parametrize(
-    ("installed", "variables", "refused"),
+    ("installed", "variables", "part"),
     [
-        (True, {}, False),
-        (True, {"VSCMD_ARG_TGT_ARCH": "x64", "DISTUTILS_USE_SDK": "1"}, False),
-        (True, {"VSCMD_ARG_TGT_ARCH": "x64"}, True),
-        (False, {}, True),
+        (True, {}, None),
+        (True, {**PROMPT, "DISTUTILS_USE_SDK": "1"}, None),
+        (True, PROMPT, "\n    set DISTUTILS_USE_SDK=1\nor, in PowerShell, $env:DISTUTILS_USE_SDK = 1"),
+        (
+            True,
+            {"VSCMD_ARG_TGT_ARCH": "x86", "DISTUTILS_USE_SDK": "1"},
+            "makes programs for x86, and PyTorch is one for x64",
+        ),
+        (False, {}, "\n    winget install Microsoft.VisualStudio.2022.BuildTools --override "),
+        (False, {}, 'component "Desktop development with C++"'),
     ],
 )
-def test_missing_msvc_one_sentence(monkeypatch, installed, variables, refused):
+def test_msvc_that_cant_be_used_is_one_message_with_the_command(monkeypatch, installed, variables, part):
     for name in ("VSCMD_ARG_TGT_ARCH", "DISTUTILS_USE_SDK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     require_compiler = runpy.run_path(str(ROOT / "setup.py"))["require_compiler"]
     monkeypatch.setattr(sys, "platform", "win32")
-    if not refused:
+    if part is None:
         require_compiler(Msvc(installed))
         return
     with pytest.raises(SystemExit) as stop:
         require_compiler(Msvc(installed))
-    assert str(stop.value) == (
-        "gpuprefetch is compiled on installation, and no C++ compiler was found: install the Visual Studio Build Tools "
-        'with the component "Desktop development with C++", or inside a Visual C++ prompt for x64 set '
-        "DISTUTILS_USE_SDK=1."
+    assert part in str(stop.value)
+
+
+def test_a_32_bit_python_one_sentence():
+    done = run([sys.executable, "-c", "import sys; sys.maxsize = 2**31 - 1; import torch_build"], backend_path())
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"gpuprefetch needs a 64-bit Python, as PyTorch does, and this one is a 32-bit program: {sys.executable}\n"
     )
+
+
+def test_the_arguments_for_msvc(monkeypatch):
+    """What its compiler needs for these sources, and nothing that only others know."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    module = runpy.run_path(str(ROOT / "setup.py"))
+    assert all(argument.startswith("/") for argument in module["COMPILE_ARGS"])
+    assert {"/permissive-", "/Zc:preprocessor", "/Zc:__cplusplus", "/utf-8", "/bigobj"} <= set(module["COMPILE_ARGS"])
+    assert module["MACROS"] == [("_DISABLE_CONSTEXPR_MUTEX_CONSTRUCTOR", None)]

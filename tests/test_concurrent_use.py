@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch import PrefetchIterator, _threads
 
+pytestmark = pytest.mark.windows
+
 
 @pytest.fixture
 def before():
@@ -117,6 +119,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_no_thread(num_threads, befo
     assert vals(p) == list(range(9))
 
 
+@pytest.mark.process
 def test_a_new_epoch_of_persistent_workers_ends_the_one_before(before):
     loader = DataLoader(Ramp(40), batch_size=2, num_workers=1, persistent_workers=True)
     p = PrefetchIterator(loader, device="cpu")

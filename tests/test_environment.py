@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch import PrefetchIterator
 
+pytestmark = pytest.mark.windows
+
 SAMPLES = 3
 
 

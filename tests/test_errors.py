@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from gpuprefetch import PrefetchIterator
 
+pytestmark = pytest.mark.windows
+
 HAS_NOTES = sys.version_info >= (3, 11)
 
 

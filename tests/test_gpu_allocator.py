@@ -8,9 +8,9 @@ from loaders import script
 POOL = """
     import collections, ctypes, warnings, torch
     from torch.utils.data import DataLoader
-    from gpuprefetch import PrefetchIterator
+    from gpuprefetch import PrefetchIterator, _environment
 
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL(_environment.driver_library())
     free_blocks = collections.defaultdict(list)
 
     @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)

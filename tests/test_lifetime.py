@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gpuprefetch import PrefetchIterator, _threads
 
+pytestmark = pytest.mark.windows
+
 
 class Source:
     """Endless batches from a generator that says when it is closed. Held here too: dropping it does not close it."""
@@ -598,6 +600,7 @@ def endings(tmp_path_factory):
     }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_process_ends(ending, endings):
     _, expected, last_line = ENDINGS[ending]
@@ -611,6 +614,7 @@ def test_the_process_ends(ending, endings):
         assert err == ""
 
 
+@pytest.mark.process
 def test_exit_with_a_stuck_dataset_takes_bounded_time():
     """Two threads are stuck; one of them has been given up before, with its warning."""
     code, out, err = script(
@@ -635,6 +639,7 @@ def test_exit_with_a_stuck_dataset_takes_bounded_time():
     assert "Fatal Python" not in err and "terminate called" not in err
 
 
+@pytest.mark.process
 def test_an_interrupt_reaches_a_waiting_consumer():
     """Ctrl-C while next() waits for a slow sample, without a thread and then with one."""
     options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {}

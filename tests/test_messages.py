@@ -10,6 +10,8 @@ from loaders import vals
 
 from gpuprefetch import PrefetchIterator, _extension
 
+pytestmark = pytest.mark.windows
+
 
 class Untouched:
     """A loader that must not be begun."""

@@ -24,6 +24,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from gpuprefetch import PrefetchIterator, _epoch
 
+pytestmark = pytest.mark.windows
+
 LENGTHS = [0, 1, 2, 3, 4, 5, 7, 8, 9]
 AHEAD = [1, 2, 4, 50]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch import PrefetchIterator
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+pytestmark = [pytest.mark.windows, pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")]
 
 EXAMPLES = settings(
     deadline=None,

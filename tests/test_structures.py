@@ -29,6 +29,7 @@ MOVING = ["meta", CUDA]
 
 # Of beta features of torch, when they are first used.
 pytestmark = [
+    pytest.mark.windows,
     pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse .* support is in beta:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
