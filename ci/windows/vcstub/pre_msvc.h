@@ -5,8 +5,10 @@
 #define __MINGW_IMPORT extern
 #include <corecrt.h>
 #include <locale.h>
-float _strtof_l(const char*, char**, _locale_t);
-long double _strtold_l(const char*, char**, _locale_t);
+extern "C" {  // as newer headers declare them
+float __cdecl _strtof_l(const char* __restrict__, char** __restrict__, _locale_t);
+long double __cdecl _strtold_l(const char* __restrict__, char** __restrict__, _locale_t);
+}
 #include_next <math.h>
 #undef isnan
 #undef isinf
