@@ -14,12 +14,20 @@ inline std::size_t twice(std::size_t n) { return 2 * n; }
 """
 FAULTS = {  # the check that sees it, the code, a part of what is said
     "long": ("lint", "long f(long n) { return n + 1; }", "bare long (32 bits on Windows)"),
+    "long behind a string": ("lint", 'auto url = "http://x"; long n;', "bare long (32 bits on Windows)"),
+    "function of long": (
+        "lint",
+        "#include <cmath>\nauto f(double x) { return std::lround(x); }",
+        "function or type of long",
+    ),
+    "hexadecimal long": ("lint", "auto n = 0x10L;", "literal"),
     "ssize_t": ("lint", "#include <cstdio>\nssize_t f() { return -1; }", "ssize_t"),
     "POSIX call": (
         "lint",
         "#include <ctime>\nvoid f(std::time_t* t, std::tm* d) { localtime_r(t, d); }",
         "POSIX function",
     ),
+    "POSIX header": ("lint", "#include <fcntl.h>", "POSIX header"),
     "POSIX call, compiled": (
         "gnu",
         "#include <cstdlib>\nint f(void** p) { return posix_memalign(p, 64, 64); }",
@@ -58,7 +66,7 @@ def check(tree, *names, **variables):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=240,
     )
     return done.returncode, done.stdout
 
@@ -91,6 +99,54 @@ def test_a_failing_windows_program_is_red(tree, body, message):
     assert message in out
 
 
+def test_nothing_to_check_is_red(tree):
+    (tree / "csrc" / "planted.cpp").write_text(SOUND)
+    assert "csrc/tests holds no test" in check(tree, "core")[1]
+    for file in tree.glob("csrc/*"):
+        if file.is_file():
+            file.unlink()
+    assert "csrc holds no C++" in check(tree, "lint")[1]
+
+
+PASSES = """
+import pytest
+pytestmark = pytest.mark.windows
+def test_one(): pass
+@pytest.mark.process
+def test_two(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "code", "message"),
+    [
+        (PASSES, 0, "ok"),
+        (PASSES + "def test_three(): assert 1 == 2\n", 1, "assert 1 == 2"),
+        (PASSES + "@pytest.mark.process\ndef test_three(): assert 1 == 2\n", 1, "assert 1 == 2"),
+        (PASSES.replace("@pytest.mark.process", ""), 1, "2 deselected"),
+        (PASSES.replace("pytest.mark.windows", "[pytest.mark.windows, pytest.mark.process]"), 1, "2 deselected"),
+    ],
+    ids=["sound", "failing", "failing in a process", "no test with processes", "no test without"],
+)
+def test_the_tests_of_the_package(tree, tests, code, message):
+    (tree / "csrc" / "planted.cpp").write_text(SOUND)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_planted.py").write_text(tests)
+    result, out = check(tree, "package")
+    assert (result, message in out) == (code, True), out
+
+
+def test_a_failing_module_is_red(tree):
+    (tree / "csrc" / "planted.cpp").write_text(SOUND)
+    (tree / "ci" / "windows" / "core_module.cpp").write_text(
+        "#include <Python.h>\nPyMODINIT_FUNC PyInit_core_module() { return nullptr; }\n"
+    )
+    (tree / "ci" / "windows" / "test_core_module.py").write_text("def test_one(): assert 1 == 2\n")
+    result, out = check(tree, "module")
+    assert result == 1
+    assert "assert 1 == 2" in out
+
+
 def test_a_download_that_is_missing_is_red(tree, tmp_path):
     (tree / "csrc" / "planted.cpp").write_text(SOUND)
     result, out = check(tree, "lint", GPUPREFETCH_CACHE=str(tmp_path / "cache"), PIP_NO_INDEX="1")
@@ -106,6 +162,7 @@ def test_a_download_that_is_another_file_is_red(tree, tmp_path):
     result, out = check(tree, "lint", GPUPREFETCH_CACHE=str(tmp_path / "cache"))
     assert result == 1
     assert "a package of ci/windows/requirements.txt can't be downloaded for Windows, or is another file" in out
+    assert "DO NOT MATCH THE HASHES" in out
 
 
 def test_a_check_that_does_not_exist_is_red(tree):

@@ -16,20 +16,35 @@ RULES = [
     ("asm", r"\b(?:__asm__|asm)\s*(?:__volatile__|volatile)?\s*\(", "inline asm"),
     ("ssize_t", r"(?<!Py_)\bssize_t\b", "ssize_t"),
     ("bsdint", r"\b(?:u_int(?:8|16|32|64)_t|uint|ulong|ushort|u_char|u_long)\b", "BSD integer alias"),
-    ("long", r"(?<![\w])(?:unsigned\s+)?long(?!\s+(?:long|double)|\w)", "bare long (32 bits on Windows)"),
-    ("lsuffix", r"\b\d[\d\']*[uU]?[lL](?![lL\w])", "1L / 1UL literal"),
+    ("long", r"(?<!\w)(?<!long )long(?!\s+(?:long|double)|\w)", "bare long (32 bits on Windows)"),
+    ("lsuffix", r"\b(?:0[xX][\da-fA-F\']+|\d[\d\']*)(?:[uU][lL]|[lL][uU]?)(?!\w)", "1L / 1UL literal"),
+    (
+        "longfn",
+        r"\b(?:stou?l|(?:str|wcs)tou?l|atol|labs|ldiv|l(?:round|rint)[fl]?|atomic_u?long)\b",
+        "function or type of long (32 bits on Windows)",
+    ),
     ("fmtl", r'"[^"\n]*%[-+ #0-9.*]*l[dux](?![\w])[^"\n]*"', "%ld / %lu"),
     (
         "posixhdr",
-        r"^\s*#\s*include\s*<(?:unistd|pthread|sched|dlfcn|dirent|strings|sys/\w+|alloca|cxxabi|execinfo|linux/.*|numa|immintrin_gcc|x86intrin)\.?h?>",
+        r'^\s*#\s*include\s*[<"](?:(?:unistd|pthread|sched|dlfcn|dirent|strings|alloca|cxxabi|execinfo|numa|numaif|x86intrin|'
+        r"getopt|libgen|semaphore|poll|netdb|ftw|glob|fcntl|termios|pwd|grp|syslog|spawn|regex|aio)\.h|"
+        r"(?:sys|linux|arpa|net|netinet|asm)/)",
         "POSIX header",
     ),
     (
         "posixfn",
-        r"\b(?:pthread_\w+|posix_memalign|aligned_alloc|mlock|munlock|mmap|munmap|madvise|sysconf|getpagesize|usleep|nanosleep|clock_gettime|gettimeofday|localtime_r|strerror_r|strtok_r|sched_\w+|fork|setenv|unsetenv|dlopen|dlsym|bzero|strcasecmp|M_PI)\b",
+        r"\b(?:pthread_\w+|posix_\w+|aligned_alloc|mlock|munlock|mmap|munmap|madvise|sysconf|getpagesize|usleep|nanosleep|"
+        r"clock_gettime|gettimeofday|localtime_r|gmtime_r|timegm|strerror_r|strtok_r|rand_r|sched_\w+|fork|execv\w*|waitpid|"
+        r"getpid|gettid|setenv|unsetenv|dlopen|dlsym|bzero|strcasecmp|strncasecmp|strsep|strndup|fseeko|ftello|mkstemp|"
+        r"mkdtemp|popen|pclose|fileno|isatty|realpath|M_PI)\b",
         "POSIX function",
     ),
-    ("winhdr", r"^\s*#\s*include\s*<[wW]indows\.h>", "windows.h (needs NOMINMAX and WIN32_LEAN_AND_MEAN before it)"),
+    ("posixtype", r"\b(?:pid_t|mode_t|uid_t|gid_t|off64_t|useconds_t|suseconds_t|pthread_t|sem_t)\b", "POSIX type"),
+    (
+        "winhdr",
+        r'^\s*#\s*include\s*[<"][wW]indows\.h[>"]',
+        "windows.h (needs NOMINMAX and WIN32_LEAN_AND_MEAN before it)",
+    ),
     ("stmtexpr", r"(?<!\w)\(\{", "possible statement expression"),
     ("pragma", r'#\s*pragma\s+(?:GCC|clang)|_Pragma\s*\(\s*"(?:GCC|clang)', "GCC/clang pragma outside a guard"),
     (
@@ -42,28 +57,43 @@ RULES = [
 ]
 
 
-def without_comments(text):
-    text = re.sub(r"//[^\n]*", "", text)
-    return re.sub(r"/\*.*?\*/", lambda comment: "\n" * comment[0].count("\n"), text, flags=re.S)
+WITHIN_STRINGS = {"fmtl", "posixhdr", "winhdr", "pragma"}
+
+# One expression for both, read from the start: a comment may hold quotes, and a string slashes. An apostrophe inside a
+# number begins neither.
+COMMENT_OR_LITERAL = re.compile(
+    r"(?P<comment>//[^\n]*|/\*.*?\*/)"
+    r'|(?<!\w)(?:u8|[uUL])?R"(?P<end>[^()\\\s]*)\(.*?\)(?P=end)"'
+    r'|"(?:[^"\\\n]|\\.)*"'
+    r"|(?<!\w)(?:u8|[uUL])?'(?:[^'\\\n]|\\.)+'",
+    re.S,
+)
 
 
-def without_strings(text):
-    return re.sub(r'"(?:[^"\\\n]|\\.)*"', lambda string: '"' + "_" * (len(string[0]) - 2) + '"', text)
+def code_of(text, strings):
+    """The text without its comments and, unless ``strings``, with blanks for what is quoted; line by line the same."""
+
+    def replaced(match):
+        if match["comment"] is None and strings:
+            return match[0]
+        return re.sub(r"[^\n]", " " if match["comment"] else "_", match[0])
+
+    return COMMENT_OR_LITERAL.sub(replaced, text)
 
 
 def findings(path):
     text = path.read_text(encoding="utf-8")
     lines = text.split("\n")
-    code = without_comments(text)
-    bare_code = without_strings(code)
+    whole, bare = code_of(text, strings=True), code_of(text, strings=False)
     for name, pattern, reason in RULES:
-        searched = code if name in ("fmtl", "posixhdr", "winhdr") else bare_code
-        for match in re.finditer(pattern, searched, re.M):
-            line = searched.count("\n", 0, match.start())
+        for match in re.finditer(pattern, whole if name in WITHIN_STRINGS else bare, re.M):
+            line = text.count("\n", 0, match.start())
             if "winlint: ok" not in lines[line]:
                 yield f"{path}:{line + 1}: [{name}] {reason}: {match[0].strip()[:50]!r}"
 
 
+if len(sys.argv) == 1:
+    sys.exit("winlint: no file given")
 found = [finding for path in sys.argv[1:] for finding in findings(pathlib.Path(path))]
 print(*found, sep="\n", end="\n" if found else "")
 sys.exit(bool(found))
