@@ -128,19 +128,20 @@ class Copier:
 
     def _make_ring(self, pinned_bytes: int) -> None:
         size = 1 << max(pinned_bytes.bit_length() - 1, 0)
-        reason = f"pinned_bytes={pinned_bytes} is below {_LEAST_PINNED_BYTES}"
+        reason, remedy = f"pinned_bytes={pinned_bytes} is below {_LEAST_PINNED_BYTES}", "raise pinned_bytes"
         while size >= _LEAST_PINNED_BYTES and self._ring is None:
             try:
                 self._ring = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
-                reason = str(error).splitlines()[0]
+                reason, remedy = str(error).splitlines()[0], "free pinned memory, or raise the memory limit"
                 if sys.platform == "win32":  # there one refusal makes later ones fail as well
+                    remedy = "start again with a smaller pinned_bytes"
                     break
                 size //= 2
         if self._ring is None:
             warnings.warn(
                 f"no pinned memory for copies to {self.device} ({reason}): they leave from pageable memory, several "
-                "times slower. Free pinned memory, or raise pinned_bytes or the memory limit",
+                f"times slower, unless you {remedy}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -8,7 +8,10 @@ from types import ModuleType
 
 import torch
 
-REBUILD = "python -m pip install --force-reinstall --no-deps --no-cache-dir <folder of gpuprefetch's source>"
+REBUILD = (
+    "`python -m pip install --force-reinstall --no-deps --no-cache-dir <folder of gpuprefetch's source>`, or with uv "
+    "`uv pip install --reinstall-package torch-gpuprefetch --no-deps --no-build-isolation <that folder>`"
+)
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def check_torch(built: tuple[int, int], running: str) -> None:
         return
     raise ImportError(
         f"gpuprefetch's compiled module was built for torch {built[0]}.{built[1]}, but torch {running} is running: "
-        f"rebuild it with `{REBUILD}`"
+        f"rebuild it with {REBUILD}"
     )
 
 
@@ -53,4 +56,4 @@ def _missing(error: ImportError) -> str:
             f"gpuprefetch was imported from its source folder {root}, which has no compiled module and hides an "
             "installed package: start Python in another folder, or install with `python -m pip install -e .`"
         )
-    return f"gpuprefetch's compiled module can't be loaded ({error}): rebuild it with `{REBUILD}`"
+    return f"gpuprefetch's compiled module can't be loaded ({error}): rebuild it with {REBUILD}"

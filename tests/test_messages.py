@@ -157,7 +157,7 @@ def test_a_module_built_for_another_torch():
         text = str(caught.value)
         assert f"built for torch {built[0]}.{built[1]}," in text
         assert f"torch {running} is running" in text
-        assert f"rebuild it with `{_extension.REBUILD}`" in text
+        assert f"rebuild it with {_extension.REBUILD}" in text
         assert "\n" not in text
 
 
@@ -170,7 +170,7 @@ def test_a_missing_module(monkeypatch, tmp_path):
     monkeypatch.setattr(_extension, "__file__", str(tmp_path / "gpuprefetch" / "_extension.py"))
     text = _extension._missing(ImportError("libc10.so: no such file"))
     assert "libc10.so: no such file" in text
-    assert f"rebuild it with `{_extension.REBUILD}`" in text
+    assert f"rebuild it with {_extension.REBUILD}" in text
     assert "\n" not in text
 
 
