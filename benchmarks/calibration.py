@@ -106,8 +106,9 @@ def _calibrated_step(
             return step, seconds
         if seconds <= LONGEST_KERNELS_SECONDS or step.size <= 1024:
             if step.size != Kernels.SIZE:
-                notes.append(f"step kernels is made of smaller matrices: {Kernels.SIZE} takes too long on this device")
+                notes.append(f"the step is made of smaller matrices: {Kernels.SIZE} takes too long on this device")
             return step, seconds
         size = step.size // 2
+        kind = type(step)
         del step  # before the next one takes its memory
-        step = Kernels(target, size)
+        step = kind(target, size)

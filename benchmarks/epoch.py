@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from steps import Step
@@ -53,41 +55,48 @@ class Checksum:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one timed epoch gave. Times in seconds, memory in bytes (None where the device can't tell)."""
+    """What one timed epoch gave. Times in seconds, memory in bytes (None where the device can't tell).
+
+    waited_share: of the epoch's time, how much the device had no step to work on because the next batch was not there;
+    on a device without events, how much the loop spent in `next()`.
+    """
 
     step_seconds: float
     first_batch_seconds: float
+    waited_share: float
     active_bytes_above_start: int | None
     checksum: Checksum
 
 
 def time_epoch(batches: Iterable[Batch], step: Step, target: Target, sync_every_step: bool) -> Epoch:
     """Run `step` over all of `batches`. The first batch counts as any other; when it was there is kept too."""
+    marks: list[tuple[Any, Any]] = []  # of each step, before and after: reached by the device in the order of its work
     target.synchronize()
     tally = Tally(target)  # an allocation after a sync: memory that an earlier epoch freed stops counting as active
     target.synchronize()
     target.reset_peak_memory()
     start_bytes = target.memory_stat("active_bytes.all.current")
 
-    start_event = target.timing_event()
-    first_event = None
+    start_mark = target.mark()
     first_on_host = 0.0
     start = time.perf_counter()
     for images, labels in batches:
+        # The device gets here when its stream has the batch: a copy may go on after next() has returned.
+        before = target.mark()
         if tally.batches == 0:
-            # The event fires once the consumer's stream has the batch: a copy may go on after next() has returned.
-            first_event = target.timing_event()
             first_on_host = time.perf_counter() - start
         loss = step(images, labels)
         tally.add(images, labels)
+        marks.append((before, target.mark()))
         if sync_every_step:
             loss.item()
     target.synchronize()
     seconds = time.perf_counter() - start
 
-    if tally.batches == 0:
+    if not marks:
         raise RuntimeError("the loader gave no batch")
-    first = start_event.elapsed_time(first_event) * 1e-3 if first_event is not None else first_on_host
+    first = target.seconds_between(start_mark, marks[0][0])
+    waited = first + sum(target.seconds_between(done, ready) for (_, done), (ready, _) in itertools.pairwise(marks))
     peak = target.memory_stat("active_bytes.all.peak")
     above = None if peak is None or start_bytes is None else peak - start_bytes
-    return Epoch(seconds / tally.batches, max(first, first_on_host), above, tally.result())
+    return Epoch(seconds / len(marks), max(first, first_on_host), waited / seconds, above, tally.result())

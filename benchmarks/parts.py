@@ -95,15 +95,14 @@ def _pinned_like(leaf: torch.Tensor, target: Target) -> torch.Tensor:
 
 def _time_copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], target: Target) -> float:
     """Seconds from the first byte to the last, by the device's clock where it has events."""
-    start = time.perf_counter()
-    start_event = target.timing_event()
+    start = target.mark()
     for source, destination in pairs:
         destination.copy_(source, non_blocking=True)
-    end_event = target.timing_event()
+    if target.streams is None:
+        target.synchronize()  # the host's time is the copy's only when it is done
+    end = target.mark()
     target.synchronize()
-    if end_event is None:
-        return time.perf_counter() - start
-    return float(start_event.elapsed_time(end_event)) * 1e-3
+    return target.seconds_between(start, end)
 
 
 class ResidentBatches:

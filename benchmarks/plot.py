@@ -21,8 +21,17 @@ PART_LABELS = {
 }
 
 
+LANES = {  # of a timeline, from top to bottom
+    "load": ("load (CPU)", "#E69F00"),
+    "stage": ("stage (CPU)", "#56B4E9"),
+    "copy": ("copy (bus)", "#009E73"),
+    "compute": ("compute (device)", "#0072B2"),
+}
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write a PNG: above, the parts of a step, each alone; below, what a step took in every row, and the bound."""
+    """Write a PNG: the parts of a step, each alone; what a step took in every row, and the bound; and a timeline of a
+    few steps for some rows."""
     import matplotlib
 
     matplotlib.use("Agg")  # no window, so that it works over ssh and leaves a notebook's backend alone
@@ -30,10 +39,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     parts = result["parts_ms"]
     rows = result["rows"]
-    size = (11, 3.4 + 0.4 * len(parts) + 0.6 * len(rows))
-    figure, (above, below) = pyplot.subplots(
-        2, 1, sharex=True, figsize=size, height_ratios=[len(parts), 1.6 * len(rows)]
+    timelines = result["timelines"]
+    heights = [0.4 * len(parts), 0.6 * len(rows), *(0.3 * len(timeline["lanes"]) + 0.3 for timeline in timelines)]
+    figure, (above, below, *panels) = pyplot.subplots(
+        len(heights), 1, figsize=(11, 3.4 + sum(heights) + 0.35 * len(timelines)), height_ratios=heights
     )
+    above.sharex(below)
     _bars(above, [PART_LABELS[name] for name in parts], list(parts.values()), [PARTS] * len(parts))
     above.set_title(
         "What one step needs, each part measured alone. One after the other they take their sum;\n"
@@ -51,15 +62,45 @@ def draw(result: dict[str, Any], path: Path) -> None:
         below.plot([bound, bound], [position - 0.5, position + 0.5], color=BOUND, linewidth=2, zorder=3)
     below.plot([], [], color=BOUND, linewidth=2, label="bound: the least a step can take this way")
     below.plot([], [], color="black", linewidth=1, label=result["settings"]["interval"])
-    figure.legend(loc="lower right", ncols=2, frameon=False, fontsize=9)
-    below.set_title("What one step took with each way of loading (shorter is better)", loc="left", fontsize=10)
+    below.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9, borderpad=0)
+    below.set_title("What one step took with each way of loading (shorter is better)", loc="left", fontsize=10, pad=24)
     below.set_xlabel("time per training step (ms), median of the repeats, first batch included")
     below.set_xlim(left=0, right=1.35 * _longest(result))
+    _timelines(panels, timelines)
 
     figure.suptitle(_title(result), fontsize=9, x=0.01, ha="left")
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.tight_layout()
     figure.savefig(path, dpi=130, format="png")
     pyplot.close(figure)
+
+
+def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
+    """One panel a row, all over the same time. A batch keeps its number, so that the eye can follow it downwards."""
+    for axes, timeline in zip(panels, timelines, strict=True):
+        lanes = [name for name in LANES if name in timeline["lanes"]]
+        for position, name in enumerate(lanes):
+            spans = timeline["lanes"][name]
+            axes.broken_barh(
+                [(start, end - start) for _, start, end in spans],
+                (position - 0.4, 0.8),
+                facecolors=LANES[name][1],
+                edgecolors="white",
+                linewidth=0.5 if name != "copy" else 0,
+            )
+            for number, start, end in spans:
+                if name != "copy" and end - start > 0.015 * timeline["shown_ms"]:
+                    axes.text((start + end) / 2, position, number, ha="center", va="center", fontsize=7, color="white")
+        axes.set_yticks(range(len(lanes)), [LANES[name][0] for name in lanes], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, timeline["shown_ms"])
+        axes.set_title(f"{timeline['name']}: what happens when (numbers are batches)", loc="left", fontsize=10)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    if panels:
+        panels[-1].set_xlabel(
+            "time (ms), the same in each panel: bars below one another happen at the same time,\n"
+            "and a gap in the lowest lane is a device that waits for data"
+        )
 
 
 def _title(result: dict[str, Any]) -> str:

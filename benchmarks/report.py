@@ -36,14 +36,38 @@ def _formulas(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _verdict(rows: list[dict[str, Any]]) -> list[str]:
-    """What a reader wants first: how much faster than the plain loader."""
-    steps = {row["name"]: row["ms_per_step"]["median"] for row in rows}
-    ours = [(name, step) for name, step in steps.items() if name.startswith("gpuprefetch")]
-    if "dataloader" not in steps or not ours:
+    """What a reader wants first: how much faster than the plain loader, and what is faster still."""
+
+    def median(row: dict[str, Any]) -> float:
+        return float(row["ms_per_step"]["median"])
+
+    ours = min((row for row in rows if row["ours"]), key=median, default=None)
+    if ours is None:
         return []
-    name, step = min(ours, key=lambda row: row[1])
-    times = steps["dataloader"] / step
-    return [f"{name}: {step:.1f} ms a step, {times:.2f}x as fast as dataloader ({steps['dataloader']:.1f})", ""]
+    lines = []
+    for row in rows:
+        if row["name"] == "dataloader":
+            times = median(row) / median(ours)
+            lines.append(
+                f"{ours['name']}: {median(ours):.1f} ms a step, {times:.2f}x as fast as dataloader ({median(row):.1f})"
+            )
+    ahead = sorted((row for row in rows if not row["ours"] and median(row) < median(ours)), key=median)
+    if ahead:
+        named = (
+            f"{row['name']} {median(row):.1f}{'' if is_apart(row, ours) else ' (within the spread)'}" for row in ahead
+        )
+        lines.append(f"ahead of {ours['name']}: {', '.join(named)}")
+    return [*lines, ""]
+
+
+def is_apart(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if no repeat of the one took as long as any of the other."""
+    one, two = row["ms_per_step"], other["ms_per_step"]
+    return bool(one["high"] < two["low"] or two["high"] < one["low"])
+
+
+def _mebibytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:.0f}"
 
 
 def setting_line(settings: dict[str, Any]) -> str:
@@ -73,19 +97,22 @@ def table(result: dict[str, Any]) -> str:
     lines += [f"{text}   {meaning}".rstrip() for text, meaning in zip(_columns(parts), meanings, strict=True)]
     lines.append("")
 
-    rows = [["row", "ms a step", "[min .. max]", "samples/s", "bound ms", "x bound", "first batch ms", "device MiB"]]
+    memory = ["host MiB", "pinned", "device"]
+    rows = [["row", "ms a step", "[min .. max]", "samples/s", "bound ms", "x bound", "waited", "first ms", *memory]]
     for row in result["rows"]:
-        memory = row["device_bytes_above_model"]
         rows.append(
             [
-                row["name"],
+                row["name"] + "!" * bool(row["wrong_repeats"]),
                 f"{row['ms_per_step']['median']:.2f}",
                 interval(row["ms_per_step"], 2),
                 f"{row['samples_per_s']['median']:.0f}",
                 f"{row['bound_ms']['median']:.2f}",
                 f"{row['multiple_of_bound']['median']:.3f}{'*' if row['below_bound'] else ' '}",
+                f"{row['waited_share']['median']:.0%}",
                 f"{row['first_batch_ms']['median']:.1f}",
-                "-" if memory is None else f"{memory / 2**20:.0f}",
+                _mebibytes(row["host_bytes"]),
+                _mebibytes(row["pinned_bytes"]),
+                _mebibytes(row["device_bytes_above_model"]),
             ]
         )
     lines += [*_columns(rows), "", *_verdict(result["rows"])]
@@ -98,10 +125,53 @@ def table(result: dict[str, Any]) -> str:
         "x bound: times the bound, below which no step can be: 1 is the best there is; of each repeat, then median.",
         "bound ms: the host's parts are the least of all repeats, since other work on the machine only adds to them.",
         *_formulas(result["rows"]),
-        "first batch ms: from iter() until it is on the device.",
-        "device MiB: peak of device memory above what the step needs for itself, the batch in use included.",
+        "waited: share of the time in which the device had no step to work on, as the next batch was not there; with",
+        f"  batches that are on the device already it is {result['compute_waited_share']['median']:.0%}.",
+        "first ms: from iter() until the first batch is on the device.",
+        "host MiB: of this process and its children, above what they held before the row was opened; pinned: the part",
+        "  that is page-locked; device: peak above what the step needs for itself, the batch in use included.",
     ]
     if any(row["below_bound"] for row in result["rows"]):
         lines.append("*: more than 2 % below its bound, which can't be: the machine was busy while parts were timed.")
+    for row in result["rows"]:
+        if row["wrong_repeats"]:
+            lines.append(
+                f"!: {row['name']} gave other batches than the plain loader in {len(row['wrong_repeats'])} of "
+                f"{settings['repeats']} repeats: lost, doubled, out of place, or overwritten while in use."
+            )
     lines += [f"note: {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """Two results side by side, row by row, after whatever differs in their settings and environments."""
+    lines = [""]
+    for title in ("settings", "environment"):
+        for name, value in first[title].items():
+            other = second[title].get(name)
+            if value != other:
+                lines.append(f"{name}: {value}  ->  {other}")
+    cells = [["row", "ms a step", "[min .. max]", "ms a step", "[min .. max]", "ratio", ""]]
+    others = {row["name"]: row for row in second["rows"]}
+    for row in first["rows"]:
+        if (other := others.get(row["name"])) is None:
+            continue
+        one, two = row["ms_per_step"], other["ms_per_step"]
+        cells.append(
+            [
+                row["name"],
+                *(f"{one['median']:.2f}", interval(one, 2), f"{two['median']:.2f}", interval(two, 2)),
+                f"{two['median'] / one['median']:.3f}",
+                "apart" if is_apart(row, other) else "within the spread",
+            ]
+        )
+    left_out = [row["name"] for row in [*first["rows"], *second["rows"]] if row["name"] not in {c[0] for c in cells}]
+    lines += [
+        "",
+        *_columns(cells),
+        "",
+        "ratio: second over first; apart: no repeat of one took as long as any of the other",
+    ]
+    if left_out:
+        lines.append(f"only in one of them: {', '.join(left_out)}")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 A row is a function that takes the plain loader, the target and `prefetch_batches`, and gives a context manager around
 an iterable of batches on the device; every `iter()` of that starts an epoch. `@row` registers it, `--loaders` takes the
-names.
+names. Importing `in_process`, `peers` and `ours` fills the registry, in the order of the table.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Row:
     """`bound` holds for a loop that lets the device work on, `bound_in_sync` for one that waits for every step. A row
     that does not overlap has the bound of those that do, so that its multiple shows what it loses.
 
-    `missing(target)` says why the row can't run here, or None. `overlaps`: loading goes on during the step.
+    `missing(target)` says why the row can't run here, or None. `overlaps`: loading goes on during the step. `default`:
+    it runs where no row is named.
     """
 
     name: str
@@ -66,7 +67,12 @@ class Row:
     bound: Bound
     bound_in_sync: Bound
     overlaps: bool
+    default: bool
     missing: Callable[[Target], str | None]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("gpuprefetch")
 
     def bound_for(self, sync_every_step: bool) -> Bound:
         return self.bound_in_sync if sync_every_step else self.bound
@@ -82,12 +88,13 @@ def row(
     bound: Bound,
     bound_in_sync: Bound | None = None,
     overlaps: bool,
+    default: bool = True,
     missing: Callable[[Target], str | None] = lambda target: None,
 ) -> Callable[[Make], Make]:
     """Register the decorated function as row `name`; without `bound_in_sync`, `bound` holds for both loops."""
 
     def register(make: Make) -> Make:
-        ROWS[name] = Row(name, description, make, bound, bound_in_sync or bound, overlaps, missing)
+        ROWS[name] = Row(name, description, make, bound, bound_in_sync or bound, overlaps, default, missing)
         return make
 
     return register

@@ -54,6 +54,23 @@ class Kernels(Step):
         return images.sum()
 
 
+class KernelsThenPython(Kernels):
+    """The same, and after the launches a loop that holds the GIL for some milliseconds, as metrics and logging do."""
+
+    LOOPS = 80_000  # about 5 ms
+
+    def __init__(self, target: Target, size: int = Kernels.SIZE) -> None:
+        super().__init__(target, size)
+        self.description += f", then {self.LOOPS} turns of a Python loop that holds the GIL"
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        result = super().__call__(images, labels)
+        value = 0
+        for number in range(self.LOOPS):
+            value = (value + number) & 0x7FFF_FFFF
+        return result
+
+
 class Training(Step):
     """Forward, backward and SGD of a network in bf16 autocast and channels_last."""
 
@@ -103,6 +120,8 @@ def make_step(name: str, target: Target) -> Step:
     torch.manual_seed(0)
     if name == "kernels":
         return Kernels(target)
+    if name == "python":
+        return KernelsThenPython(target)
     if name == "convnet":
         return Training(target, "a net of 4 convolutions", _convnet())
     try:

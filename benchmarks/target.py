@@ -9,11 +9,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+PACKAGES = ("pillow", "torchvision", "timm", "torchdata", "spdl")  # that rows, workloads and steps may use
 
 
 class Target:
@@ -39,13 +42,17 @@ class Target:
         if self.accelerated:
             self._module.synchronize()
 
-    def timing_event(self) -> Any:
-        """An event, recorded now on the current stream, whose time can be read; None without events."""
+    def mark(self) -> Any:
+        """A point in the work of the current stream, for `seconds_between`. Without events it is the host's time."""
         if self.streams is None:
-            return None
+            return time.perf_counter()
         event = self.streams.Event(enable_timing=True)
         event.record()
         return event
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """By the device's clock where it has events. Call it after a `synchronize`."""
+        return later - earlier if self.streams is None else float(earlier.elapsed_time(later)) * 1e-3
 
     def memory_stat(self, name: str) -> int | None:
         """One figure of CUDA's caching allocator, in bytes; None on other devices."""
@@ -131,8 +138,7 @@ def describe(target: Target) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "gpuprefetch": _distribution_version("torch-gpuprefetch"),
-        "pillow": _distribution_version("pillow"),
-        "torchvision": _distribution_version("torchvision"),
+        "packages": {name: _distribution_version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "cpus_usable": len(affinity(0)) if affinity else os.cpu_count(),

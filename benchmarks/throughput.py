@@ -14,15 +14,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import loaders  # noqa: F401  (registers the rows)
+import in_process  # noqa: F401  (registers the rows: so do the next two)
+import ours  # noqa: F401
+import peers  # noqa: F401
 from calibration import MIN_STEPS, make_plan
-from experiment import WrongBatches, run
-from report import table
+from experiment import run
+from report import comparison, table
 from rows import ROWS, Row
 from target import Target, describe, find_target
+from timeline import timelines
 from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, find_images, make_loader, make_workload
 
-STEPS = ("kernels", "resnet50", "convnet")
+STEPS = ("kernels", "python", "resnet50", "convnet")
 
 
 def _positive(text: str) -> int:
@@ -43,14 +46,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=_positive, help=f"an epoch; at least {MIN_STEPS}; by default as many as keep the run short")
     add("--repeats", type=_positive, help="epochs of every row; by default 3 to 7")
     add("--sync-every-step", action="store_true", help="read the loss after every step, as loops that print it do")
-    add("--loaders", help=f"comma list of rows, of {','.join(ROWS)} (all)")
+    add("--loaders", help=f"comma list of rows, or all; of {','.join(ROWS)} ({','.join(_default_rows())})")
     add(
         "--samples", type=_positive, help=f"different samples behind an epoch ({DISTINCT_SAMPLES}; all files of --data)"
     )
     add("--prefetch-batches", type=_positive, default=2, help="of gpuprefetch (2)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write every figure, with raw repeats")
-    add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
+    add("--plot", type=Path, metavar="FILE", help="write a picture (PNG), with a timeline of a few steps")
+    add(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar="FILE",
+        help="measure nothing, and set two files of --json side by side",
+    )
     options = parser.parse_args(arguments)
 
     if options.steps is not None and options.steps < MIN_STEPS:
@@ -59,20 +69,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--data is for --workload jpeg, not {options.workload}")
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data {str(options.data)!r} is no folder")
-    unknown = [name for name in (options.loaders or "").split(",") if name and name not in ROWS]
-    if unknown:
+    if options.loaders in (None, "all"):
+        options.loaders = list(ROWS) if options.loaders else _default_rows()
+    else:
+        options.loaders = [name for name in dict.fromkeys(options.loaders.split(",")) if name]
+    unknown = [name for name in options.loaders if name not in ROWS]
+    if unknown or not options.loaders:
         parser.error(f"--loaders: no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
     return options
 
 
-def choose_rows(wanted: str | None, target: Target) -> tuple[list[Row], list[dict[str, str]]]:
+def _default_rows() -> list[str]:
+    return [row.name for row in ROWS.values() if row.default]
+
+
+def choose_rows(wanted: list[str], target: Target) -> tuple[list[Row], list[dict[str, str]]]:
     """The rows to run, and those that can't run here with the reason. Raises ValueError if none is left."""
     chosen, left_out = [], []
-    for name in dict.fromkeys(wanted.split(",")) if wanted else ROWS:
-        reason = ROWS[name].missing(target) if name else None
+    for name in wanted:
+        reason = ROWS[name].missing(target)
         if reason:
             left_out.append({"name": name, "reason": reason})
-        elif name:
+        else:
             chosen.append(ROWS[name])
     if not chosen:
         raise ValueError("no row can run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
@@ -90,6 +108,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     plan = make_plan(options.step, target, make, rows, options.batch_size, options.steps, options.repeats)
     loader = make_loader(make, plan.batch_size, plan.steps)
     measured = run(plan, rows, loader, target, options.prefetch_batches, options.sync_every_step)
+    measured["timelines"] = timelines(rows, loader, target, options.prefetch_batches, plan.step) if options.plot else []
 
     environment = describe(target)
     notes = list(plan.notes)
@@ -102,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         description = DESCRIPTIONS[options.workload]
     return {
         "benchmark": "throughput",
-        "format": 1,
+        "format": 2,
         "environment": environment,
         "settings": {
             "workload": options.workload,
@@ -126,8 +145,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def complaint(result: dict[str, Any]) -> str | None:
-    """Why the result must not be used, or None. Only a GPU-bound step is quiet enough to say so."""
+    """Why the result must not be used, or None. Only a GPU-bound step is quiet enough to say so of times."""
     settings = result["settings"]
+    wrong = [row["name"] for row in result["rows"] if row["wrong_repeats"] and (row["ours"] or not row["overlaps"])]
+    if wrong:
+        return f"wrong batches in {', '.join(wrong)}: not those of the plain loader, each once and in order"
     below = [row for row in result["rows"] if row["below_bound"]]
     if not below or not settings["on_accelerator"] or settings["step"] != "kernels":
         return None
@@ -139,9 +161,12 @@ def complaint(result: dict[str, Any]) -> str | None:
 
 
 def main(options: argparse.Namespace) -> int:
+    if options.compare:
+        print(comparison(*(json.loads(file.read_text(encoding="utf-8")) for file in options.compare)))
+        return 0
     try:
         result = measure(options)
-    except (ValueError, WrongBatches) as error:
+    except ValueError as error:
         print(f"throughput.py: {error}", file=sys.stderr)
         return 1
     print(table(result))

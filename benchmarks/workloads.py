@@ -48,60 +48,72 @@ class EndlessImages(Dataset[tuple[torch.Tensor, int]]):
 
 def make_loader(make: MakeImage, batch_size: int, batches: int) -> DataLoader[Batch]:
     """The plain loader that every row wraps: no worker process, in order, pageable memory."""
-    loader: Any = DataLoader(EndlessImages(make, batch_size * batches), batch_size=batch_size, num_workers=0)
+    return _loader(EndlessImages(make, batch_size * batches), batch_size=batch_size)
+
+
+def changed(loader: DataLoader[Batch], **options: Any) -> DataLoader[Batch]:
+    """The same batches by a DataLoader with other options."""
+    return _loader(loader.dataset, batch_size=loader.batch_size, **options)
+
+
+def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Batch]:
+    loader: Any = DataLoader(dataset, **options)
     return cast("DataLoader[Batch]", loader)  # torch's type names a sample where this one names a batch
 
 
 def make_workload(name: str, samples: int, seed: int, folder: Path | None) -> MakeImage:
-    """The function from index to image for workload `name`, with `samples` different samples behind it."""
+    """The function from index to image for workload `name`, with `samples` different samples behind it. It can be
+    pickled: worker processes get it."""
     if name == "jpeg":
-        return _jpeg(samples, seed, folder)
+        return Jpeg(samples, seed, folder)
     if name == "memory":
-        return _memory(samples, seed)
-    return _python(seed)
+        return Memory(samples, seed)
+    return HoldsTheGil(seed)
 
 
-def _memory(samples: int, seed: int) -> MakeImage:
-    generator = torch.Generator().manual_seed(seed)
-    images = [torch.rand(3, IMAGE_SIZE, IMAGE_SIZE, generator=generator) for _ in range(samples)]
-    return lambda index: images[index % samples]
+class Memory:
+    def __init__(self, samples: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.images = [torch.rand(3, IMAGE_SIZE, IMAGE_SIZE, generator=generator) for _ in range(samples)]
+
+    def __call__(self, index: int) -> torch.Tensor:
+        return self.images[index % len(self.images)]
 
 
-def _python(seed: int) -> MakeImage:
-    def make(index: int) -> torch.Tensor:
-        value = seed + index
+class HoldsTheGil:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, index: int) -> torch.Tensor:
+        value = self.seed + index
         for _ in range(10_000):  # about 0.6 ms, with the GIL held
             value = (value * 1_103_515_245 + 12_345) & 0x7FFF_FFFF
         return torch.full((3, 32, 32), value / 0x7FFF_FFFF)
 
-    return make
 
+class Jpeg:
+    """Decode, random resized crop, flip and normalise, of files in `folder` or of variations of one photo."""
 
-def _jpeg(samples: int, seed: int, folder: Path | None) -> MakeImage:
-    try:
+    MEAN = [0.485, 0.456, 0.406]  # of ImageNet's red, green and blue, as fractions of 255
+    DEVIATION = [0.229, 0.224, 0.225]
+
+    def __init__(self, samples: int, seed: int, folder: Path | None) -> None:
+        try:
+            import PIL.Image  # noqa: F401
+        except ModuleNotFoundError:
+            raise SystemExit('workload jpeg needs Pillow: python -m pip install ".[bench]"') from None
+        self.seed = seed
+        self.files: Sequence[Path | bytes] = (
+            vary_photo(samples, seed) if folder is None else find_images(folder)[:samples]
+        )
+
+    def __call__(self, index: int) -> torch.Tensor:
+        import numpy
         from PIL import Image
-    except ModuleNotFoundError:
-        raise SystemExit('workload jpeg needs Pillow: python -m pip install ".[bench]"') from None
-    import numpy
 
-    read: Callable[[int], Path | io.BytesIO]
-    if folder is not None:
-        paths = find_images(folder)[:samples]
-        count = len(paths)
-        read = paths.__getitem__
-    else:
-        encoded = vary_photo(samples, seed)
-        count = len(encoded)
-
-        def read(position: int) -> io.BytesIO:
-            return io.BytesIO(encoded[position])
-
-    mean = numpy.array([0.485, 0.456, 0.406], dtype=numpy.float32) * 255
-    scale = 1 / (numpy.array([0.229, 0.224, 0.225], dtype=numpy.float32) * 255)
-
-    def make(index: int) -> torch.Tensor:
-        chance = random.Random(seed * 1_000_003 + index)
-        with Image.open(read(index % count)) as file:
+        chance = random.Random(self.seed * 1_000_003 + index)
+        source = self.files[index % len(self.files)]
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
             photo = file.convert("RGB")
         box = _random_box(photo.width, photo.height, chance)
         photo = photo.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR, box=box)
@@ -109,10 +121,10 @@ def _jpeg(samples: int, seed: int, folder: Path | None) -> MakeImage:
             photo = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         # In numpy: torch would split each of these small operations over its threads, and a sample's cost would then
         # depend on what else runs on the machine.
+        mean = numpy.array(self.MEAN, dtype=numpy.float32) * 255
+        scale = 1 / (numpy.array(self.DEVIATION, dtype=numpy.float32) * 255)
         pixels = (numpy.asarray(photo, dtype=numpy.float32) - mean) * scale
         return torch.from_numpy(numpy.ascontiguousarray(pixels.transpose(2, 0, 1)))
-
-    return make
 
 
 def _random_box(width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:

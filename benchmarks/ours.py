@@ -1,0 +1,57 @@
+"""The rows of gpuprefetch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from epoch import Batch
+from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, row
+from target import Target
+
+
+def _not_installed(target: Target) -> str | None:
+    try:
+        from gpuprefetch import PrefetchIterator
+
+        PrefetchIterator([], target.device).close()  # raises where the compiled part is needed and missing
+    except ImportError as error:
+        return f"gpuprefetch can't be used: {str(error).splitlines()[0]}"
+    return None
+
+
+@row(
+    "gpuprefetch",
+    "PrefetchIterator(loader), one loader thread",
+    bound=GATHERED,
+    overlaps=True,
+    missing=_not_installed,
+)
+@contextmanager
+def gpuprefetch(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+    from gpuprefetch import PrefetchIterator
+
+    with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=1) as batches:
+        yield batches
+
+
+def _nothing_to_copy(target: Target) -> str | None:
+    if not target.accelerated:
+        return f"it loads inside next(), and copies nothing on {target.device.type}"
+    return _not_installed(target)
+
+
+@row(
+    "gpuprefetch0",
+    "PrefetchIterator(loader, num_threads=0), loads inside next(), copies ahead",
+    bound=GATHERED,
+    bound_in_sync=GATHERED_BESIDE_COMPUTE,
+    overlaps=False,
+    missing=_nothing_to_copy,
+)
+@contextmanager
+def gpuprefetch0(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+    from gpuprefetch import PrefetchIterator
+
+    with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=0) as batches:
+        yield batches

@@ -1,0 +1,144 @@
+"""Rows of worker processes and of other packages, each set up as its own documentation says."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from epoch import Batch
+from in_process import Epochs, nothing_to_pin, on_device
+from rows import IN_TURN, Loader, overlapped, row
+from target import Target
+from torch.utils.data import Dataset, default_collate
+from workloads import changed
+
+COUNTS = (4, 8)  # worker processes or loading threads
+
+
+def _needs(*modules: str) -> Callable[[Target], str | None]:
+    def missing(target: Target) -> str | None:
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # an extension built for another torch raises whatever its loader does
+                return f"{name} can't be imported: {str(error).splitlines()[0]}"
+        return None
+
+    return missing
+
+
+def _workers(count: int) -> None:
+    @row(
+        f"workers{count}",
+        f"DataLoader, {count} worker processes, pin_memory=True, .to(device, non_blocking=True)",
+        bound=overlapped(count),
+        overlaps=True,
+        default=False,
+    )
+    @contextmanager
+    def workers(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+        pins = target.streams is not None
+        working = changed(loader, num_workers=count, pin_memory=pins, persistent_workers=True)
+        yield Epochs(lambda: on_device(working, target, non_blocking=True))
+
+
+def _timm_is_missing(target: Target) -> str | None:
+    return nothing_to_pin(target) or _needs("timm.data.loader")(target)
+
+
+@row(
+    "timm",
+    "timm's PrefetchLoader, 0 workers, pin_memory=True, normalising by mean 0 and deviation 1",
+    bound=overlapped(1),
+    bound_in_sync=IN_TURN,
+    overlaps=False,
+    default=False,
+    missing=_timm_is_missing,
+)
+@contextmanager
+def timm(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+    from timm.data.loader import PrefetchLoader
+
+    # It takes both as fractions of 255, and changes nothing with these.
+    yield PrefetchLoader(
+        changed(loader, pin_memory=True), mean=(0.0,) * 3, std=(1 / 255,) * 3, channels=3, device=target.device
+    )
+
+
+class LoadBatch:
+    """From the indices of a batch to the batch."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __call__(self, indices: list[int]) -> Any:
+        return default_collate([self.dataset[index] for index in indices])
+
+
+def _nodes(count: int) -> None:
+    @row(
+        f"nodes{count}",
+        f"torchdata.nodes: Batcher, ParallelMapper with {count} threads, PinMemory, Prefetcher; .to in the loop",
+        bound=overlapped(count),
+        overlaps=True,
+        default=False,
+        missing=_needs("torchdata.nodes"),
+    )
+    @contextmanager
+    def nodes(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+        from torchdata import nodes as tn
+
+        node: Any = tn.Batcher(tn.SamplerWrapper(loader.sampler), batch_size=loader.batch_size)
+        node = tn.ParallelMapper(node, map_fn=LoadBatch(loader.dataset), num_workers=count, method="thread")
+        if target.streams is not None:
+            node = tn.PinMemory(node)
+        batches: Any = tn.Loader(tn.Prefetcher(node, prefetch_factor=2 * count))
+        yield Epochs(lambda: on_device(batches, target, non_blocking=True))
+
+
+def _spdl_is_missing(target: Target) -> str | None:
+    if target.accelerated and str(target.device) != "cuda:0":
+        return f"its copy goes to the CUDA device of LOCAL_RANK, not to {target.device}"
+    return _needs("spdl.pipeline", "spdl.io")(target)
+
+
+def _spdl(count: int) -> None:
+    @row(
+        f"spdl{count}",
+        f"SPDL: a pipeline of {count} threads for samples, then collate and transfer_tensor_h2d",
+        bound=overlapped(count),
+        overlaps=True,
+        default=False,
+        missing=_spdl_is_missing,
+    )
+    @contextmanager
+    def spdl(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+        import spdl.io
+        from spdl.pipeline import PipelineBuilder
+
+        # Newer versions have it under the longer name.
+        transfer = getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
+        with ThreadPoolExecutor(max_workers=1) as copier:  # it keeps a stream for each thread
+
+            def start() -> Iterator[Batch]:
+                builder = PipelineBuilder().add_source(iter(loader.sampler))
+                builder = builder.pipe(loader.dataset.__getitem__, concurrency=count, output_order="input")
+                builder = builder.aggregate(loader.batch_size).pipe(default_collate)
+                if target.accelerated:
+                    builder = builder.pipe(transfer, executor=copier)
+                pipeline = builder.add_sink(prefetch_batches).build(num_threads=count)
+                with pipeline.auto_stop():
+                    yield from pipeline.get_iterator()
+
+            yield Epochs(start)
+
+
+for _count in COUNTS:
+    _workers(_count)
+for _count in COUNTS:
+    _nodes(_count)
+for _count in COUNTS:
+    _spdl(_count)

@@ -1,0 +1,279 @@
+"""What the benchmark reports is what happened: shown on the CPU, with a clock of its own where time is judged."""
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import footprint
+import pytest
+import report
+import rows
+import throughput
+import timeline
+import torch
+from calibration import Plan
+from epoch import time_epoch
+from experiment import run
+from in_process import Epochs, in_background
+from plot import draw
+from steps import Wait
+from target import Target
+from workloads import make_loader, make_workload
+
+BATCH, STEPS = 4, 50
+
+
+@pytest.fixture
+def target():
+    return Target(torch.device("cpu"))
+
+
+@pytest.fixture
+def loader():
+    return make_loader(make_workload("memory", 8, 0, None), BATCH, STEPS)
+
+
+@pytest.fixture
+def plan():
+    return Plan(Wait(0.0), BATCH, STEPS, repeats=2)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only where a test says so: `clock.now += seconds`."""
+    fake = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
+    return fake
+
+
+def a_row(change, name="planted"):
+    """A row whose batches are those of the plain loader after `change(batches)`."""
+
+    @contextmanager
+    def make(loader, target, prefetch_batches):
+        yield Epochs(lambda: iter(change(list(loader))))
+
+    rows.row(name, "planted", bound=rows.overlapped(1), overlaps=True)(make)
+    return rows.ROWS.pop(name)
+
+
+def result_of(measured, target, **settings):
+    """`measured` as a whole result."""
+    return {
+        "settings": {
+            "workload": "memory",
+            "workload_description": "",
+            "step": "wait",
+            "step_description": "",
+            "sync_every_step": False,
+            "batch_size": BATCH,
+            "steps": STEPS,
+            "repeats": 2,
+            "on_accelerator": False,
+            "interval": "",
+            **settings,
+        },
+        "environment": throughput.describe(target),
+        "timelines": [],
+        "left_out": [],
+        "notes": [],
+        **measured,
+    }
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_a_row_gives_the_batches_of_the_plain_loader(name, loader, target, plan):
+    row = rows.ROWS[name]
+    if (reason := row.missing(target)) is not None:
+        pytest.skip(reason)
+    for sync_every_step in (False, True):
+        (measured,) = run(plan, [row], loader, target, 2, sync_every_step)["rows"]
+        assert measured["wrong_repeats"] == []
+        assert len(measured["ms_per_step"]["raw"]) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batches: batches[:-1],
+        lambda batches: [*batches, batches[-1]],
+        lambda batches: [batches[1], batches[0], *batches[2:]],
+        lambda batches: [batches[0], *batches[:-1]],
+        lambda batches: [*batches[:-1], (batches[0][0], batches[-1][1])],
+    ],
+    ids=["lost", "doubled", "out of order", "one for another", "overwritten"],
+)
+@pytest.mark.parametrize("name", ["peer", "gpuprefetch-planted"])
+def test_wrong_batches_are_said(change, name, loader, target, plan):
+    result = result_of(run(plan, [a_row(change, name)], loader, target, 2, False), target)
+    assert result["rows"][0]["wrong_repeats"] == [0, 1]
+    assert f"!: {name} gave other batches than the plain loader in 2 of 2 repeats" in report.table(result)
+    complaint = throughput.complaint(result)
+    assert complaint is None if name == "peer" else f"wrong batches in {name}" in complaint
+
+
+def test_the_thread_of_a_row_ends_with_its_epoch():
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(len(taken))
+            yield taken[-1]
+
+    epoch = in_background(endless(), 2)
+    assert [next(epoch), next(epoch)] == [0, 1]
+    epoch.close()
+    count = len(taken)
+    assert count <= 6
+    assert list(in_background(iter("abc"), 1)) == ["a", "b", "c"]
+    with pytest.raises(ZeroDivisionError):
+        list(in_background((1 // n for n in (1, 0)), 2))
+    assert len(taken) == count
+
+
+def test_which_rows_run():
+    parse = throughput.parse_arguments
+    assert parse([]).loaders == ["dataloader", "pinned", "thread", "gpuprefetch", "gpuprefetch0"]
+    assert parse(["--loaders", "all"]).loaders == list(rows.ROWS)
+    assert parse(["--loaders", "thread,apex,thread"]).loaders == ["thread", "apex"]
+    for wrong in ("thread,worker", ","):
+        with pytest.raises(SystemExit):
+            parse(["--loaders", wrong])
+
+
+# --- figures
+
+
+def test_the_time_waited_for_data(target, clock):
+    def batches():
+        for _ in range(10):
+            clock.now += 0.030
+            yield torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
+
+    def step(images, labels):
+        clock.now += 0.010
+        return images.sum()
+
+    epoch = time_epoch(batches(), step, target, sync_every_step=False)
+    assert epoch.step_seconds == pytest.approx(0.040)
+    assert epoch.first_batch_seconds == pytest.approx(0.030)
+    assert epoch.waited_share == pytest.approx(0.75)
+
+
+def test_children_count_as_host_memory():
+    before = footprint.host_bytes()
+    code = "x = bytes(range(256)) * (1 << 19); print('made', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "made\n"
+        grown = footprint.host_bytes() - before
+        child.communicate("\n")
+    assert grown >= 128 << 20
+
+
+def test_a_row_that_holds_memory_shows_it(loader, target, plan):
+    def holding(batches):
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        for batch in batches:
+            assert held is not None
+            yield batch
+
+    plain, large = (
+        footprint.measure(a_row(change), loader, target, 2, plan.step).host for change in (lambda x: x, holding)
+    )
+    assert large - plain >= 60 << 20
+
+
+def fake_row(name, *raw, **more):
+    figure = {"median": sorted(raw)[len(raw) // 2], "low": min(raw), "high": max(raw), "raw": list(raw)}
+    return {"name": name, "ms_per_step": figure, "ours": name.startswith("gpuprefetch"), **more}
+
+
+def test_who_is_faster_is_said():
+    ours, plain = fake_row("gpuprefetch", 10, 11, 12), fake_row("dataloader", 30, 33, 34)
+    assert report._verdict([plain, ours]) == [
+        "gpuprefetch: 11.0 ms a step, 3.00x as fast as dataloader (33.0)",
+        "",
+    ]
+    assert report._verdict([plain, ours, fake_row("spdl8", 9, 10.5, 12), fake_row("nodes8", 5, 6, 7)])[1] == (
+        "ahead of gpuprefetch: nodes8 6.0, spdl8 10.5 (within the spread)"
+    )
+
+
+def test_two_results_side_by_side(tmp_path, capsys):
+    files = []
+    for name, step, version in (("a.json", 10, "2.11"), ("b.json", 20, "2.12")):
+        made = [fake_row("gpuprefetch", step, step + 1, step + 2), fake_row(name, 1, 2, 3), fake_row("thread", 7, 8, 9)]
+        files.append(tmp_path / name)
+        files[-1].write_text(json.dumps({"settings": {"steps": 50}, "environment": {"torch": version}, "rows": made}))
+    assert throughput.main(throughput.parse_arguments(["--compare", *map(str, files)])) == 0
+    said = capsys.readouterr().out
+    assert "torch: 2.11  ->  2.12" in said and "steps" not in said
+    assert [line.split()[-2:] for line in said.splitlines() if line.startswith("gpuprefetch")] == [["1.909", "apart"]]
+    assert [line.split()[-1] for line in said.splitlines() if line.startswith("thread")] == ["spread"]
+    assert "only in one of them: a.json, b.json" in said
+
+
+# --- timelines
+
+
+def test_the_plain_loader_takes_turns(loader, target):
+    clock_before = time.perf_counter()
+    lanes = timeline._trace(rows.ROWS["dataloader"], loader, target, 2, Wait(0.001))
+    loads, steps = lanes["load"], lanes["compute"]
+    assert len(steps) == timeline.BATCHES <= len(loads)
+    assert clock_before < loads[0][0]
+    for (begun, loaded), (started, _), (_, ended) in zip(loads, steps, [(0.0, 0.0), *steps], strict=False):
+        assert ended <= begun < loaded <= started
+
+
+def test_lanes_begin_together_and_end_together(loader, target):
+    names = ["dataloader", "thread", "gpuprefetch"]
+    made = timeline.timelines([rows.ROWS[name] for name in names], loader, target, 2, Wait(0.002))
+    assert [each["name"] for each in made] == names
+    assert len({each["shown_ms"] for each in made}) == 1
+    for each in made:
+        spans = [span for lane in each["lanes"].values() for span in lane]
+        assert all(0 <= begin <= end <= each["shown_ms"] for _, begin, end in spans)
+        assert each["lanes"]["compute"][0][:2] == [timeline.SKIPPED, 0.0]
+
+
+def test_staging_is_from_loaded_until_the_last_copy_is_queued():
+    loading = [(0.0, 1.0), (2.0, 3.0), (5.0, 6.0)]
+    calls = [(1.1, 1.2), (1.4, 1.5), (3.5, 3.6), (7.0, 7.5)]
+    assert timeline._staging(loading, calls) == [(1.0, 1.5), (3.0, 3.6), (6.0, 7.5)]
+
+
+def test_copies_are_read_off_the_profiler():
+    def event(name, start, end, device="CPU"):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=getattr(torch.autograd.DeviceType, device))
+
+    events = [
+        event("origin", 100.0, 101.0),
+        event("origin", 99.0, 101.0, "CUDA"),
+        event("cudaMemcpyAsync", 1100.0, 1110.0),
+        event("Memcpy HtoD (Pinned -> Device)", 1120.0, 1220.0, "CUDA"),
+        event("Memcpy DtoH (Device -> Pageable)", 1300.0, 1310.0, "CUDA"),
+    ]
+    calls, copies = timeline._copies(SimpleNamespace(events=lambda: events), 5.0)
+    assert calls == [pytest.approx((5.001, 5.00101))]
+    assert copies == [pytest.approx((5.00102, 5.00112))]
+    with pytest.raises(RuntimeError, match="shows no copy"):
+        timeline._copies(SimpleNamespace(events=lambda: events[:3]), 5.0)
+
+
+def test_the_picture_is_drawn(loader, target, plan, tmp_path):
+    chosen = [rows.ROWS[name] for name in ("dataloader", "gpuprefetch")]
+    result = result_of(run(plan, chosen, loader, target, 2, False), target)
+    result["timelines"] = timeline.timelines(chosen, loader, target, 2, Wait(0.002))
+    draw(json.loads(json.dumps(result)), tmp_path / "x.png")
+    assert Path(tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
