@@ -32,27 +32,38 @@ class Environment:
         self._default_device = torch.get_default_device()
         self._intra_op_threads = torch.get_num_threads()
         self._cuda = _cuda_device(device)
-        self._started: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._free_streams: list[torch.cuda.Stream] = []
         if self._cuda is not None:
-            self._started = torch.cuda.Event()
-            self._started.record(torch.cuda.current_stream(self._cuda))
+            self._free_streams = _free_streams.setdefault(self._cuda, [])
+            try:
+                self._stream = self._free_streams.pop()
+            except IndexError:
+                self._stream = torch.cuda.Stream(self._cuda)
+            self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
+
+    def __del__(self) -> None:
+        stream = getattr(self, "_stream", None)
+        if stream is not None:
+            self._free_streams.append(stream)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Gives the current thread, one of ours and new, this environment.
+    def entered(self, sharing: int = 1) -> Iterator[None]:
+        """Gives the current thread, one of ours and new, this environment; its part of the intra-op threads, if so many
+        threads are ``sharing`` them.
 
-        The thread's work on a CUDA device runs on a stream of its own, behind what the caller's stream had when the
-        epoch began: on the default stream it would wait for the training step, and the step for it.
+        Work on a CUDA device runs on one stream for all threads of the epoch, behind what the caller's stream had when
+        it began: on the default stream it would wait for the training step, and the step for it. One, since memory that
+        a sample was made in may be used again as soon as another thread has collated it.
         """
         with contextlib.ExitStack() as stack:
-            if self._cuda is not None and self._started is not None:
+            if self._cuda is not None and self._stream is not None:
                 relax_capture_mode()
                 torch.cuda.set_device(self._cuda)
-                stream = stack.enter_context(_side_stream(self._cuda))
-                stream.wait_event(self._started)
-                torch.cuda.set_stream(stream)
-            if torch.get_num_threads() != self._intra_op_threads:
-                torch.set_num_threads(self._intra_op_threads)
+                torch.cuda.set_stream(self._stream)
+            intra_op_threads = max(1, self._intra_op_threads // sharing)
+            if torch.get_num_threads() != intra_op_threads:
+                torch.set_num_threads(intra_op_threads)
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))  # second: inference_mode() sets it too
@@ -120,18 +131,5 @@ def _cuda_device(device: torch.device) -> torch.device | None:
     return device if device.type == "cuda" else None
 
 
+# Of epochs that are over. Used again, since the allocator keeps free memory for each stream apart.
 _free_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-
-
-@contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """A stream for one thread, used again afterwards: the allocator keeps free memory for each stream apart."""
-    free = _free_streams.setdefault(device, [])
-    try:
-        stream = free.pop()
-    except IndexError:
-        stream = torch.cuda.Stream(device)
-    try:
-        yield stream
-    finally:
-        free.append(stream)

@@ -9,6 +9,8 @@ Without one, loading and all other code of the user's stays on the consumer's th
 
     load, prepare -> [copy] -> ready -> load the next one, assemble, hand over
        consumer    copier thread                    consumer
+
+With several, the loader thread does not load itself but waits for sample threads: see ``_samples``.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from gpuprefetch import _threads
 from gpuprefetch._environment import Environment
 from gpuprefetch._lanes import Lane
 from gpuprefetch._record import Record, Stopped
+from gpuprefetch._samples import Samples
 from gpuprefetch._source import Source
 
 # On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices.
@@ -45,6 +48,8 @@ class Epoch(abc.ABC):
     re-entrant.
     """
 
+    _ADVICE = ""  # at the end of an error's note
+
     def __init__(self, source: Source, lane: Lane, timeout: float) -> None:
         self._source = source
         self._lane = lane
@@ -53,17 +58,18 @@ class Epoch(abc.ABC):
         self._stopped = False
         self._asked = False  # the lane knows of the batch that is waited for
         self._timed_out = False
-        self._worker: _threads.Worker | None = None
+        self._workers: list[_threads.Worker] = []  # the one that fills `ready` comes last
         self._taking = threading.RLock()  # consumers in several threads take turns
 
     def start(self) -> None:
-        """Starts the epoch's thread, if it has one."""
-        if self._worker is not None:
-            self._worker.start(self.stop)
+        """Starts the epoch's threads, if it has any."""
+        for worker in self._workers:
+            worker.start(self.stop)
 
     def take(self) -> Any:
         """The next batch. After the end, an error or stop(): StopIteration."""
-        if self._worker is not None and self._worker.thread is threading.current_thread():
+        current = threading.current_thread()
+        if any(worker.thread is current for worker in self._workers):
             raise RuntimeError("an epoch can't be drawn from by the dataset that it loads")
         while not self._taking.acquire(timeout=_SLICE_SECONDS):
             if self._stopped:
@@ -114,13 +120,14 @@ class Epoch(abc.ABC):
         self._ready.put(Record(-1, ended=True))  # wakes a consumer that waits in another thread
 
     def close(self, deadline: float | None = None) -> None:
-        """Ends the epoch and its thread, and drops the batches that were ready.
+        """Ends the epoch and its threads, and drops the batches that were ready.
 
         ``deadline``, on the monotonic clock, is for a thread that is inside the user's code; by default 2 s from now.
         """
         self.stop()
-        if self._worker is not None:
-            self._worker.end(_threads.deadline() if deadline is None else deadline)
+        deadline = _threads.deadline() if deadline is None else deadline
+        for worker in self._workers:
+            worker.end(deadline)
         while True:
             try:
                 self._ready.get_nowait()
@@ -144,16 +151,16 @@ class Epoch(abc.ABC):
                 pass
             if self._stopped:
                 return Record(-1, ended=True)
-            assert self._worker is not None
-            thread = self._worker.thread
+            thread = self._workers[-1].thread
             if not thread.is_alive() and self._ready.empty():
                 raise RuntimeError(f"thread {thread.name!r} is gone; was the process forked during an epoch?")
             if self._timeout and time.monotonic() - started > self._timeout:
                 self._timed_out = True
-                raise TimeoutError(
-                    f"no batch within timeout={self._timeout} s; thread {thread.name!r} stands at:\n"
-                    f"{_threads.stack_of(thread)}"
+                stacks = "".join(
+                    f"thread {worker.thread.name!r} stands at:\n{_threads.stack_of(worker.thread)}"
+                    for worker in self._workers
                 )
+                raise TimeoutError(f"no batch within timeout={self._timeout} s; {stacks}")
 
     def _load(self, number: int) -> Record:
         """Loads the next batch, on whatever thread this is, and finds out what of it has to move."""
@@ -185,10 +192,16 @@ class Epoch(abc.ABC):
     def _annotate(self, error: BaseException, number: int) -> None:
         with contextlib.suppress(Exception):  # a class of the user's may have other ideas of its attributes
             if hasattr(error, "add_note"):
-                error.add_note(self._note(number))
+                error.add_note(f"gpuprefetch: at batch {number}, in thread {self._thread_name()!r}{self._ADVICE}")
+                if "Cannot re-initialize CUDA in forked subprocess" in str(error):
+                    error.add_note(
+                        "gpuprefetch: a worker process can't use CUDA once its parent does. With num_workers=0 in the "
+                        "loader and num_threads=N here, N threads of this process load, and they can"
+                    )
 
-    def _note(self, number: int) -> str:
-        return f"gpuprefetch: at batch {number}, in thread {threading.current_thread().name!r}"
+    def _thread_name(self) -> str:
+        """In which an error was raised."""
+        return threading.current_thread().name
 
 
 def _not_the_end(error: StopIteration) -> RuntimeError:
@@ -201,6 +214,8 @@ def _not_the_end(error: StopIteration) -> RuntimeError:
 class LoaderThreadEpoch(Epoch):
     """num_threads=1: loads on a thread of its own, at most ``prefetch_batches`` ahead of the consumer."""
 
+    _ADVICE = "; num_threads=0 runs the dataset on the calling thread"
+
     def __init__(
         self, source: Source, lane: Lane, timeout: float, environment: Environment, prefetch_batches: int
     ) -> None:
@@ -208,7 +223,7 @@ class LoaderThreadEpoch(Epoch):
         self._environment = environment
         self._prefetch_batches = prefetch_batches
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a batch that the consumer took
-        self._worker = _threads.Worker("loader", self._run)
+        self._workers = [_threads.Worker("loader", self._run)]
 
     def stop(self) -> None:
         super().stop()
@@ -216,8 +231,12 @@ class LoaderThreadEpoch(Epoch):
 
     def _next_record(self) -> Record:
         record = self._wait()
-        self._permits.put(None)  # only now: a woken loader thread competes for the GIL
+        self._permit()  # only now: a woken loader thread competes for the GIL
         return record
+
+    def _permit(self) -> None:
+        """Lets one more batch be loaded."""
+        self._permits.put(None)
 
     def _run(self) -> None:
         number = 0
@@ -271,8 +290,69 @@ class LoaderThreadEpoch(Epoch):
             self._fail(record, error)
         return record
 
-    def _note(self, number: int) -> str:
-        return super()._note(number) + "; num_threads=0 runs the dataset on the calling thread"
+
+class SampleThreadsEpoch(LoaderThreadEpoch):
+    """num_threads=N: as with one, but the loader's next batch comes from N threads that fetch its samples."""
+
+    def __init__(
+        self,
+        source: Source,
+        samples: Samples,
+        lane: Lane,
+        timeout: float,
+        environment: Environment,
+        prefetch_batches: int,
+    ) -> None:
+        super().__init__(source, lane, timeout, environment, prefetch_batches)
+        self._samples = samples
+        self._entered: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._crashed: BaseException | None = None
+        workers = [_threads.Worker("sample", self._fetch) for _ in range(samples.num_threads)]
+        self._workers = [*workers, *self._workers]
+
+    def start(self) -> None:
+        for _ in range(self._prefetch_batches):
+            self._samples.request()
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        self._samples.stop()
+        for _ in self._workers:
+            self._entered.put(None)
+
+    def _permit(self) -> None:
+        self._samples.request()
+
+    def _wait_for_permit(self) -> None:
+        pass  # the samples wait for it
+
+    def _fetch(self) -> None:
+        """A sample thread's work."""
+        try:
+            with self._environment.entered(sharing=self._samples.num_threads):
+                self._entered.put(None)
+                self._samples.work()
+        except BaseException as error:  # of the environment: what samples raise belongs to their batch
+            self._crashed = error
+            self._samples.stop()
+            self._entered.put(None)
+
+    def _run(self) -> None:
+        # The loader thread comes last: a thread that sets its number of intra-op threads sets it for new threads too,
+        # the user's among them, and this one sets what the caller had.
+        for _ in range(self._samples.num_threads):
+            self._entered.get()
+        super()._run()
+
+    def _load(self, number: int) -> Record:
+        record = super()._load(number)
+        if self._crashed is not None:
+            record.error = self._crashed
+        return record
+
+    def _thread_name(self) -> str:
+        return self._samples.thread_name or super()._thread_name()
 
 
 class CallingThreadEpoch(Epoch):
@@ -286,7 +366,7 @@ class CallingThreadEpoch(Epoch):
         self._loaded_ahead = False
         self._jobs: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         if lane.copies_beside:
-            self._worker = _threads.Worker("copier", self._run)
+            self._workers = [_threads.Worker("copier", self._run)]
 
     def stop(self) -> None:
         super().stop()
@@ -348,7 +428,7 @@ class CallingThreadEpoch(Epoch):
         self._submit(record)
 
     def _submit(self, record: Record) -> None:
-        if self._worker is not None:
+        if self._workers:
             self._jobs.put(record)
         else:
             self._copy(record)

@@ -18,11 +18,12 @@ from gpuprefetch import _threads
 from gpuprefetch._copier import DEFAULT_PINNED_BYTES, Copier, Share
 from gpuprefetch._copy_lane import CopyLane
 from gpuprefetch._environment import Environment, driver_library
-from gpuprefetch._epoch import CallingThreadEpoch, Epoch, LoaderThreadEpoch
+from gpuprefetch._epoch import CallingThreadEpoch, Epoch, LoaderThreadEpoch, SampleThreadsEpoch
 from gpuprefetch._lanes import HostLane, Lane, ToLane
-from gpuprefetch._source import Source
+from gpuprefetch._source import Source, why_one_thread
 
 _MOST_BATCHES = 10_000
+_MOST_THREADS = 256
 _MOST_PINNED_BYTES = 1 << 40
 
 
@@ -50,9 +51,13 @@ class PrefetchIterator:
         prefetch_batches: batches kept ready ahead of the consumer, 1 to 10,000. Device memory in use is at most
             ``prefetch_batches + 2`` batches, or 64 MiB of small ones, beyond what the loop itself holds.
         num_threads: 1 loads on a thread of its own; what the dataset draws from global random generators then
-            interleaves with what the loop draws on the CPU. 0 loads on the calling thread, inside ``next()``, for
-            datasets that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead (so a
-            sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded it).
+            interleaves with what the loop draws on the CPU. More, up to 256, fetch and collate the samples of a
+            DataLoader's map-style dataset, which they share: it must stand being used by several threads at once, and
+            what it draws from global generators is no longer repeatable. Order and errors are those of one thread. Any
+            other loader is iterated by one thread, with a warning. 0 loads on the calling thread, inside ``next()``,
+            for datasets that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead
+            (so a sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded
+            it).
         skip_keys: keys of mappings, at any depth, whose values stay as they are.
         pinned_bytes: size limit, in bytes, of the pinned host buffer that all copies to this device go through, however
             large a batch is; rounded down to a power of two. One buffer serves all objects of the process: the largest
@@ -97,7 +102,7 @@ class PrefetchIterator:
     ) -> None:
         self._loader = _checked_loader(loader)
         self._prefetch_batches = _checked_int("prefetch_batches", prefetch_batches, 1, _MOST_BATCHES)
-        self._num_threads = _checked_int("num_threads", num_threads, 0, 1)
+        self._num_threads = _checked_threads(num_threads, self._loader)
         self._skip_keys = _checked_skip_keys(skip_keys)
         self._pinned_bytes = (
             DEFAULT_PINNED_BYTES
@@ -214,10 +219,12 @@ class PrefetchIterator:
                 iterator.close()
         share = self._open()
         lane = self._lane(share)
-        source = Source(self._loader, lane.collate)
+        source = Source(self._loader, lane.collate, self._num_threads)
         environment = Environment(self._device)
         epoch: Epoch
-        if self._num_threads:
+        if source.samples is not None:
+            epoch = SampleThreadsEpoch(source, source.samples, lane, self._timeout, environment, self._prefetch_batches)
+        elif self._num_threads:
             epoch = LoaderThreadEpoch(source, lane, self._timeout, environment, self._prefetch_batches)
         else:
             epoch = CallingThreadEpoch(source, lane, self._timeout, environment)
@@ -279,12 +286,40 @@ def _checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
 
 
 def _checked_int(name: str, value: int, least: int, most: int) -> int:
-    allowed = f"{least} or {most}" if most == least + 1 else f"an integer from {least} to {most}"
+    allowed = f"an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be {allowed}, not {value!r}")
     if not least <= value <= most:
         raise ValueError(f"{name} must be {allowed}, not {value!r}")
     return int(value)
+
+
+def _checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
+    num_threads = _checked_int("num_threads", num_threads, 0, _MOST_THREADS)
+    if num_threads < 2:
+        return num_threads
+    if num_workers := getattr(loader, "num_workers", 0):
+        raise ValueError(
+            f"num_threads={num_threads} and the loader's num_workers={num_workers} exclude each other: set one to 0"
+        )
+    reason = why_one_thread(loader)
+    if reason is None:
+        _warn_of_sharing()
+        return num_threads
+    warnings.warn(
+        f"num_threads={num_threads}, but one thread iterates this loader: {reason}", RuntimeWarning, stacklevel=3
+    )
+    return 1
+
+
+@functools.cache
+def _warn_of_sharing() -> None:
+    warnings.warn(
+        "with several num_threads the dataset is used by several threads at once: it must stand that (a file, database "
+        "or model that it holds too). Each object that does not needs a lock, or one for each thread",
+        RuntimeWarning,
+        stacklevel=4,  # whoever makes the PrefetchIterator
+    )
 
 
 def _checked_skip_keys(skip_keys: Collection[Any]) -> frozenset[Any]:

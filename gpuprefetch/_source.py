@@ -8,8 +8,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import _utils
+from torch.utils.data import DataLoader, IterableDataset, _utils
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from gpuprefetch._samples import Batch, Samples
 
 Collate = Callable[[Any], Any]
 
@@ -20,17 +22,23 @@ class Source:
     A DataLoader draws its base seed in ``iter()`` and its sampler's seed with the first index. Drawn in a loader
     thread, the second would interleave with what the caller draws meanwhile.
 
-    ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch.
+    ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch. With several
+    ``num_threads`` the samples come from ``samples``; the threads for it are the caller's to make.
     """
 
-    def __init__(self, loader: Iterable[Any], adapt_collate: Callable[[Collate], Collate]) -> None:
+    def __init__(
+        self, loader: Iterable[Any], adapt_collate: Callable[[Collate], Collate], num_threads: int = 1
+    ) -> None:
         self._iterator = iter(loader)
         self._is_the_users = self._iterator is loader
+        self.samples: Samples | None = None
         if isinstance(self._iterator, _SingleProcessDataLoaderIter):
             _draw_first_index(self._iterator)
             # A subclass may look at what its fetcher gives.
             is_torchs_own = type(self._iterator) is _SingleProcessDataLoaderIter
             _own_fetcher(self._iterator, adapt_collate if is_torchs_own else _as_it_is)
+            if num_threads > 1 and is_torchs_own:
+                self.samples = _spread(self._iterator, num_threads)
 
     def __next__(self) -> Any:
         return next(self._iterator)
@@ -38,10 +46,35 @@ class Source:
     def close(self) -> None:
         """Drops the iterator. A generator or nested prefetcher that ``iter()`` made is closed first: it need not wait
         to be collected. One that runs, in another thread, sees its own end."""
+        if self.samples is not None:
+            self.samples.close()
         iterator, self._iterator = self._iterator, iter(())
         close = getattr(iterator, "close", None)
         if callable(close) and not self._is_the_users and not getattr(iterator, "gi_running", False):
             close()
+
+
+def why_one_thread(loader: Iterable[Any]) -> str | None:
+    """Why several threads can't share the work of this loader, or None where they can."""
+    if not isinstance(loader, DataLoader):
+        return "it is no DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is an IterableDataset"
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        return f"{kind.__name__} iterates in a way of its own"
+    return None
+
+
+def _spread(source: _SingleProcessDataLoaderIter, num_threads: int) -> Samples | None:
+    """Puts threads between the iterator's sampler and its fetcher."""
+    fetcher = source._dataset_fetcher
+    if not isinstance(fetcher, _utils.fetch._MapDatasetFetcher):
+        return None
+    samples = Samples(source._sampler_iter, fetcher.dataset, fetcher.collate_fn, fetcher.auto_collation, num_threads)
+    source._sampler_iter = samples
+    fetcher.fetch = Batch.result  # type: ignore[method-assign]
+    return samples
 
 
 def _as_it_is(collate: Collate) -> Collate:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 gc.collect()
 gc.freeze()  # what torch has made by now: else each of the collections below takes a tenth of a second
 
-THREADS = [0, 1]
+THREADS = [0, 1, 3]
 """The values of ``num_threads``."""
 
 

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from loaders import eventually
+from loaders import THREADS, eventually
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch import PrefetchIterator, _batch
@@ -151,7 +151,7 @@ def test_registered_collate_functions_stay_in_force(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("num_threads", THREADS)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_gathered_batches_on_the_device(name, num_threads):
     _, make = SAMPLES[name]
@@ -172,7 +172,7 @@ def test_gathered_batches_on_the_device(name, num_threads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("num_threads", THREADS)
 def test_samples_of_half_a_piece_and_more_cross_pieces(num_threads):
     data = torch.randn(70, 331_777)  # 1.3 MB each, pieces of 2 MiB
     loader = DataLoader(data, batch_size=16)
@@ -201,7 +201,7 @@ def test_a_dataset_that_fills_the_same_samples_again(num_threads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("num_threads", THREADS)
 def test_skipped_keys_hold_stacked_tensors(num_threads):
     """What stays on the host is never asked to the copy, and so has to be stacked by collate."""
     loader = DataLoader([{"x": image(i), "y": image(i + 1)} for i in range(9)], batch_size=3)

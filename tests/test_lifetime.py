@@ -400,7 +400,7 @@ def test_close_from_another_thread_while_a_batch_loads(kind, num_threads, before
         gate.opened.set()
         consumer.join(10)
         assert not consumer.is_alive()
-        assert got in ([0], [0, 1])
+        assert got in ([0], [0, 1]) or (num_threads > 1 and got == [])  # the second sample is begun with the first
         assert next(it, "ended") == "ended"
     assert eventually(lambda: not threads(since=before))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaders import THREADS
 from torch.utils.data import DataLoader
 
 from gpuprefetch import PrefetchIterator
@@ -174,7 +175,7 @@ def check(loaded, threads, ahead, device, same):
 
 
 anything = given(
-    loaded=st.lists(batches, min_size=1, max_size=3), threads=st.sampled_from([0, 1]), ahead=st.integers(1, 3)
+    loaded=st.lists(batches, min_size=1, max_size=3), threads=st.sampled_from(THREADS), ahead=st.integers(1, 3)
 )
 
 

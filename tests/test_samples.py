@@ -1,0 +1,546 @@
+"""Samples on several threads: all at work at once, and the batches, errors and ends of one thread."""
+
+import gc
+import io
+import itertools
+import sqlite3
+import sys
+import threading
+import time
+import warnings
+import weakref
+import zipfile
+
+import pytest
+import torch
+from loaders import Gate, Ramp, eventually, lists, script, threads, vals, within
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, default_collate
+
+from gpuprefetch import PrefetchIterator, _iterator
+
+pytestmark = pytest.mark.windows
+
+HAS_NOTES = sys.version_info >= (3, 11)
+
+
+@pytest.fixture
+def before():
+    gc.collect()
+    assert eventually(lambda: not threads())
+    yield threads()
+    assert eventually(lambda: not threads())
+
+
+def on_threads(loader, num_threads=4, **options):
+    return PrefetchIterator(loader, device="cpu", num_threads=num_threads, **options)
+
+
+class Meeting:
+    """A hook at which ``n`` samples have to be at the same time."""
+
+    def __init__(self, n):
+        self.barrier = threading.Barrier(n)
+
+    def __call__(self, i):
+        self.barrier.wait(20)
+
+
+# --- at once
+
+
+@pytest.mark.parametrize("num_threads", [2, 4, 9])
+def test_so_many_samples_are_fetched_at_once(num_threads, before):
+    n = num_threads * 4
+    loader = DataLoader(Ramp(n, hook=Meeting(num_threads)), batch_size=num_threads)
+    assert within(30, lambda: vals(on_threads(loader, num_threads))) == list(range(0, n, num_threads))
+
+
+def test_small_batches_share_the_threads(before):
+    """Batches of one sample: as many at once as are kept ahead."""
+    loader = DataLoader(Ramp(12, hook=Meeting(4)), batch_size=1)
+    assert within(30, lambda: vals(on_threads(loader, 4, prefetch_batches=4))) == list(range(12))
+
+
+def test_batches_are_collated_at_once(before):
+    meeting = Meeting(3)
+
+    def collate(samples):
+        meeting(0)
+        return default_collate(samples)
+
+    loader = DataLoader(Ramp(12), batch_size=2, collate_fn=collate)
+    assert within(30, lambda: vals(on_threads(loader, 3, prefetch_batches=3))) == list(range(0, 12, 2))
+
+
+def test_one_thread_never_fetches_two_samples_at_once():
+    busy, clashes = threading.Semaphore(1), []
+
+    def hook(i):
+        if not busy.acquire(blocking=False):
+            clashes.append(i)
+            return
+        time.sleep(0.001)
+        busy.release()
+
+    list(PrefetchIterator(DataLoader(Ramp(20, hook=hook), batch_size=2), device="cpu"))
+    assert clashes == []
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_loading_runs_no_further_ahead_than_asked(ahead, before):
+    fetched = []
+    p = on_threads(DataLoader(Ramp(60, hook=fetched.append), batch_size=2), prefetch_batches=ahead)
+    it = iter(p)
+    for taken in range(5):
+        assert eventually(lambda taken=taken: len(fetched) == 2 * (ahead + taken))
+        assert sorted(fetched) == list(range(2 * (ahead + taken)))
+        next(it)
+    it.close()
+
+
+# --- order
+
+
+def uneven(i):
+    time.sleep(0.002 * ((7 * i) % 5))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 7])
+def test_the_order_when_samples_take_different_times(ahead, before):
+    loader = DataLoader(Ramp(50, hook=uneven), batch_size=3, drop_last=ahead == 2)
+    assert lists(on_threads(loader, 8, prefetch_batches=ahead)) == lists(loader)
+
+
+LOADERS = {
+    "batch_size=None": lambda data: DataLoader(data, batch_size=None),
+    "batches of 1": lambda data: DataLoader(data, batch_size=1),
+    "one batch": lambda data: DataLoader(data, batch_size=100),
+    "drop_last": lambda data: DataLoader(data, batch_size=4, drop_last=True),
+    "shuffled": lambda data: DataLoader(data, batch_size=4, shuffle=True),
+    "generator": lambda data: DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "sampler": lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(data, replacement=True)),
+    "batch_sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(range(20, 3, -1), 5, False)),
+    "tuples of indices": lambda data: DataLoader(data, batch_sampler=[(1, 2), (), (3,)], collate_fn=torch_stack),
+    "an iterator of indices": lambda data: DataLoader(data, batch_sampler=Fresh(lambda: iter([4, 5, 6]), 3)),
+    "collate_fn": lambda data: DataLoader(data, batch_size=4, collate_fn=lambda s: {"x": s, "n": len(s)}),
+}
+
+
+class Fresh:
+    def __init__(self, make, n):
+        self.make, self.n = make, n
+
+    def __iter__(self):
+        return (self.make() for _ in range(self.n))
+
+
+def torch_stack(samples):
+    return torch.stack(samples) if samples else torch.zeros(0, 4)
+
+
+class ByBatch(Ramp):
+    """A dataset that is asked for a whole batch in one call."""
+
+    def __getitems__(self, indices):
+        self.asked = [*getattr(self, "asked", []), indices]
+        return [self[i] for i in indices]
+
+
+@pytest.mark.parametrize("kind", [Ramp, ByBatch])
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_plain_loaders_batches(name, kind, before, same):
+    loader = LOADERS[name](kind(23))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        if loader.generator is not None:
+            loader.generator.manual_seed(seed)
+        plain = list(loader)
+        torch.manual_seed(seed)
+        if loader.generator is not None:
+            loader.generator.manual_seed(seed)
+        out = list(on_threads(loader))
+        assert len(out) == len(plain)
+        for mine, theirs in zip(out, plain, strict=True):
+            if isinstance(mine, dict):
+                assert mine["n"] == theirs["n"] and type(mine["x"]) is list
+                mine, theirs = torch.stack(mine["x"]), torch.stack(theirs["x"])
+            same(mine, theirs)
+
+
+def test_getitems_gets_what_the_sampler_gave(before):
+    data = ByBatch(9)
+    assert vals(on_threads(DataLoader(data, batch_size=4))) == [0, 4, 8]
+    assert sorted(data.asked) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+def test_the_sampler_is_drawn_from_in_one_thread_and_in_order(before):
+    drawn_in = []
+
+    def indices():
+        for i in range(40):
+            drawn_in.append(threading.get_ident())
+            yield i
+
+    class Sampler:
+        def __iter__(self):
+            return indices()
+
+    loader = DataLoader(Ramp(40, hook=uneven), batch_size=2, sampler=Sampler())
+    assert vals(on_threads(loader, 8)) == list(range(0, 40, 2))
+    assert set(drawn_in[:2]) == {threading.get_ident()}  # the first batch's, in iter(): random orders come with it
+    assert len(set(drawn_in[2:])) == 1
+
+
+def test_pin_memory_of_the_loader_is_its_own_affair(before):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there may be nothing to pin for
+        loader = DataLoader(Ramp(8), batch_size=2, pin_memory=True)
+        assert vals(on_threads(loader)) == [0, 2, 4, 6]
+
+
+def test_a_thousand_short_epochs(before):
+    p = on_threads(DataLoader(Ramp(5), batch_size=2), 8)
+    expected = [0, 2, 4]
+    for epoch in range(1000 if sys.platform != "win32" else 100):  # threads start slowly there
+        if epoch % 3:
+            assert vals(p) == expected
+        else:
+            assert vals(itertools.islice(p, epoch % 4)) == expected[: epoch % 4]
+    assert eventually(lambda: not threads())
+
+
+# --- errors
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 32, 33, 47])
+def test_an_error_comes_at_its_batch(at, before):
+    def hook(i):
+        uneven(i)
+        if i == at:
+            raise LookupError(f"sample {i}")
+
+    it, got = iter(on_threads(DataLoader(Ramp(48, hook=hook), batch_size=4), 8)), []
+    with pytest.raises(LookupError) as caught:
+        for batch in it:
+            got.append(batch[:, 0].tolist())
+    assert caught.value.args == (f"sample {at}",)
+    assert got == [[i, i + 1, i + 2, i + 3] for i in range(0, at - at % 4, 4)]
+    assert next(it, "ended") == "ended"
+    if HAS_NOTES:
+        (note,) = caught.value.__notes__
+        assert f"at batch {at // 4}, in thread 'gpuprefetch-sample-" in note
+        assert "num_threads=0 runs the dataset on the calling thread" in note
+
+
+def test_of_two_errors_the_first_in_the_batch_is_raised(before):
+    later = threading.Event()
+
+    def hook(i):
+        if i == 7:
+            later.set()
+            raise KeyError(i)
+        if i == 2:
+            assert later.wait(20)
+            raise ValueError(i)
+
+    with pytest.raises(ValueError, match="2"):
+        list(on_threads(DataLoader(Ramp(8, hook=hook), batch_size=8), 8))
+
+
+@pytest.mark.parametrize("kind", [Ramp, ByBatch])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_stop_iteration_is_no_end(batch_size, kind, before):
+    def hook(i):
+        if i == 4:
+            raise StopIteration(i)
+
+    it = iter(on_threads(DataLoader(kind(9, hook=hook), batch_size=batch_size)))
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        list(it)
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_errors_of_collate_and_sampler(before):
+    def collate(samples):
+        if int(samples[0][0]) == 4:
+            raise ArithmeticError("collate")
+        return default_collate(samples)
+
+    it = iter(on_threads(DataLoader(Ramp(10), batch_size=2, collate_fn=collate)))
+    assert vals(itertools.islice(it, 2)) == [0, 2]
+    with pytest.raises(ArithmeticError):
+        next(it)
+
+    def indices():
+        yield from (0, 1, 2)
+        raise BufferError("sampler")
+
+    class Sampler:
+        def __iter__(self):
+            return indices()
+
+    it = iter(on_threads(DataLoader(Ramp(10), batch_size=1, sampler=Sampler())))
+    assert vals(itertools.islice(it, 3)) == [0, 1, 2]
+    with pytest.raises(BufferError):
+        next(it)
+
+
+def test_an_error_of_a_thread_s_beginning_arrives(before, monkeypatch):
+    from gpuprefetch import _environment
+
+    entered = _environment.Environment.entered
+
+    def failing(self, sharing=1):
+        if sharing > 1:
+            raise OSError("no such device")
+        return entered(self)
+
+    monkeypatch.setattr(_environment.Environment, "entered", failing)
+    it = iter(on_threads(DataLoader(Ramp(10), batch_size=1)))
+    with pytest.raises(OSError, match="no such device"):
+        within(20, lambda: next(it))
+
+
+def test_a_time_out_shows_where_the_samples_are(before):
+    gate = Gate(at=3)
+    with gate:
+        it = iter(on_threads(DataLoader(Ramp(8, hook=gate), batch_size=8), 2, timeout=0.2))
+        with pytest.raises(TimeoutError) as caught:
+            next(it)
+        assert str(caught.value).count("thread 'gpuprefetch-sample-") == 2
+        assert "in __call__" in str(caught.value) and "self.opened.wait" in str(caught.value)
+        gate.opened.set()
+        assert vals(it) == [0]
+
+
+# --- ends
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "object"])
+def test_threads_end_with_their_epoch(how, before):
+    p = on_threads(DataLoader(Ramp(1000), batch_size=2))
+    it = iter(p)
+    next(it)
+    assert len(threads()) == 5
+    if how == "close":
+        it.close()
+        assert not threads()
+    elif how == "object":
+        p.close()
+        assert not threads()
+    del it
+    assert eventually(lambda: not threads(), collect=False)
+
+
+def test_close_waits_for_the_sample_that_is_being_fetched(before):
+    gate = Gate(at=0)
+    fetched = []
+
+    def hook(i):
+        gate(i)
+        fetched.append(i)
+
+    with gate:
+        it = iter(on_threads(DataLoader(Ramp(64, hook=hook), batch_size=64), 2))
+        assert gate.reached.wait(20)
+        closing = threading.Thread(target=it.close, daemon=True)
+        closing.start()
+        assert eventually(lambda: it._epoch._stopped)
+        gate.opened.set()
+        closing.join(20)
+        assert not closing.is_alive()
+    assert not threads()
+    assert len(fetched) < 64  # each thread ended after the sample it was at
+
+
+def test_no_batch_is_kept_by_a_thread_that_waits(before):
+    class Sample(torch.Tensor):
+        pass
+
+    made = []
+
+    class Data(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            sample = torch.zeros(4).as_subclass(Sample)
+            made.append(weakref.ref(sample))
+            return sample
+
+    it = iter(on_threads(DataLoader(Data(), batch_size=4, collate_fn=list), prefetch_batches=1))
+    for _ in range(3):
+        next(it)
+    assert eventually(lambda: sum(ref() is not None for ref in made) == 4, collect=False)  # the one that is ahead
+    it.close()
+    del it
+    assert eventually(lambda: not any(ref() for ref in made), collect=False)
+
+
+@pytest.mark.process
+def test_exit_during_an_epoch(before):
+    code, out, err = script(
+        """
+        it = iter(PrefetchIterator(DataLoader(Ramp(1000, hook=lambda i: time.sleep(0.01)), batch_size=4),
+                                   device="cpu", num_threads=4))
+        next(it)
+        print("end")
+        """
+    )
+    assert (code, out) == (0, "end\n"), err
+
+
+# --- who shares
+
+
+def test_that_the_dataset_is_shared_is_said_once(before):
+    _iterator._warn_of_sharing.cache_clear()
+    loader = DataLoader(Ramp(4))
+    with pytest.warns(RuntimeWarning, match="used by several threads at once") as caught:
+        for n in (0, 1, 2, 3, 2):
+            PrefetchIterator(loader, device="cpu", num_threads=n)
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(5))
+
+
+class OwnIter(DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: [torch.tensor([i]) for i in range(5)], "it is no DataLoader"),
+        (lambda: DataLoader(Stream(), batch_size=1), "its dataset is an IterableDataset"),
+        (lambda: OwnIter(torch.arange(5), batch_size=1), "OwnIter iterates in a way of its own"),
+    ],
+)
+def test_another_loader_is_iterated_by_one_thread_and_that_is_said(make, reason, before):
+    with pytest.warns(RuntimeWarning) as caught:
+        p = on_threads(make())
+    (warning,) = caught
+    assert str(warning.message) == f"num_threads=4, but one thread iterates this loader: {reason}"
+    assert warning.filename == __file__
+    it = iter(p)
+    assert vals(it) == list(range(5))
+
+
+def test_workers_and_threads_exclude_each_other():
+    loader = DataLoader(Ramp(4), num_workers=2)
+    with pytest.raises(
+        ValueError, match="num_threads=2 and the loader's num_workers=2 exclude each other: set one to 0"
+    ):
+        PrefetchIterator(loader, device="cpu", num_threads=2)
+
+
+@pytest.mark.skipif(not HAS_NOTES, reason="exceptions have notes since Python 3.11")
+def test_cuda_in_a_forked_worker_gets_a_note(before):
+    def hook(i):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
+
+    with pytest.raises(RuntimeError, match="forked subprocess") as caught:
+        next(iter(PrefetchIterator(DataLoader(Ramp(4, hook=hook)), device="cpu")))
+    assert any("num_workers=0" in note and "num_threads=N" in note for note in caught.value.__notes__)
+
+
+# --- datasets with handles: one for each thread, as the documentation says
+
+
+class OneHandleAThread(Dataset):
+    def __init__(self, n):
+        self.n, self.local, self.opened = n, threading.local(), []
+
+    def __len__(self):
+        return self.n
+
+    def handle(self):
+        if not hasattr(self.local, "handle"):
+            self.local.handle = self.open()
+            self.opened.append(threading.get_ident())
+        return self.local.handle
+
+
+class Rows(OneHandleAThread):
+    """A database that is only to be used in the thread that opened it."""
+
+    def __init__(self, n, path):
+        super().__init__(n)
+        self.path = path
+        with sqlite3.connect(path) as db:
+            db.execute("create table samples (i integer primary key, value real)")
+            db.executemany("insert into samples values (?, ?)", [(i, i / 2) for i in range(n)])
+        db.close()
+
+    def open(self):
+        return sqlite3.connect(self.path)
+
+    def __getitem__(self, i):
+        return torch.tensor(self.handle().execute("select value from samples where i = ?", (i,)).fetchone())
+
+
+class Archive(OneHandleAThread):
+    """An archive whose file position all readers of one handle share."""
+
+    def __init__(self, n, path):
+        super().__init__(n)
+        self.path = path
+        with zipfile.ZipFile(path, "w") as archive:
+            for i in range(n):
+                buffer = io.BytesIO()
+                torch.save(torch.full((100,), i / 2), buffer)
+                archive.writestr(str(i), buffer.getvalue())
+
+    def open(self):
+        return zipfile.ZipFile(self.path)
+
+    def __getitem__(self, i):
+        return torch.load(io.BytesIO(self.handle().read(str(i))))
+
+
+@pytest.mark.parametrize("kind", [Rows, Archive])
+def test_one_handle_a_thread(kind, before, tmp_path):
+    data = kind(60, tmp_path / "samples")
+    loader = DataLoader(data, batch_size=3)
+    out = list(on_threads(loader))
+    assert [batch.flatten()[0].item() for batch in out] == [i / 2 for i in range(0, 60, 3)]
+    assert len(set(data.opened)) == len(data.opened) <= 4
+
+
+def test_a_dataset_bound_to_its_thread_says_so_itself(before):
+    class Bound(Dataset):
+        def __init__(self):
+            self.db = sqlite3.connect(":memory:")
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return self.db.execute("select ?", (i,)).fetchone()[0]
+
+    loader = DataLoader(Bound(), batch_size=1)
+    for n in (1, 4):
+        with pytest.raises(sqlite3.ProgrammingError):
+            within(20, lambda n=n: list(PrefetchIterator(loader, device="cpu", num_threads=n)))
+    assert vals(PrefetchIterator(loader, device="cpu", num_threads=0)) == [0, 1, 2]
+
+
+# --- the environment
+
+
+def test_sample_threads_share_the_intra_op_threads(before):
+    mine = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        inside = []
+        list(on_threads(DataLoader(Ramp(8, hook=lambda i: inside.append(torch.get_num_threads())), batch_size=4)))
+        assert inside == [1] * 8
+        assert torch.get_num_threads() == 4
+        assert within(10, torch.get_num_threads) == 4
+    finally:
+        torch.set_num_threads(mine)
