@@ -53,7 +53,7 @@ def make_plan(
         """One repeat: every row, and the two passes that measure the parts."""
         loading = load * batch
         computing = compute if compute is not None else _wait_seconds(loading)
-        in_rows = sum(max(loading, computing) if row.overlaps else loading + computing for row in rows)
+        in_rows = sum(max(loading, computing) if row.loads_beside else loading + computing for row in rows)
         return step_count * (in_rows + loading + computing)
 
     chosen = batch_size or LARGEST_BATCH
@@ -100,8 +100,8 @@ def _calibrated_step(
     resident = ResidentBatches(make_loader(make, batch_size, 1), target, steps=10)
     step = make_step(name, target)
     while True:
-        time_epoch(resident, step, target, sync_every_step=False)
-        seconds = time_epoch(resident, step, target, sync_every_step=False).step_seconds
+        time_epoch(resident, resident.steps, step, target, sync_every_step=False)
+        seconds = time_epoch(resident, resident.steps, step, target, sync_every_step=False).step_seconds
         if not isinstance(step, Kernels):
             return step, seconds
         if seconds <= LONGEST_KERNELS_SECONDS or step.size <= 1024:

@@ -57,19 +57,22 @@ class Checksum:
 class Epoch:
     """What one timed epoch gave. Times in seconds, memory in bytes (None where the device can't tell).
 
-    waited_share: of the epoch's time, how much the device had no step to work on because the next batch was not there;
-    on a device without events, how much the loop spent in `next()`.
+    steady_step_seconds: of a step after the first batch was there. waited_share: of the epoch's time, how much the
+    device had no step to work on because the next batch was not there; without events, how much the loop spent in
+    `next()`.
     """
 
     step_seconds: float
+    steady_step_seconds: float
     first_batch_seconds: float
     waited_share: float
     active_bytes_above_start: int | None
     checksum: Checksum
 
 
-def time_epoch(batches: Iterable[Batch], step: Step, target: Target, sync_every_step: bool) -> Epoch:
-    """Run `step` over all of `batches`. The first batch counts as any other; when it was there is kept too."""
+def time_epoch(batches: Iterable[Batch], steps: int, step: Step, target: Target, sync_every_step: bool) -> Epoch:
+    """Run `step` over all of `batches`, which should be `steps`. The first batch counts as any other; when it was there
+    is kept too. The time ends when the device has done the last step: what an iterator does at its end is not in it."""
     marks: list[tuple[Any, Any]] = []  # of each step, before and after: reached by the device in the order of its work
     target.synchronize()
     tally = Tally(target)  # an allocation after a sync: memory that an earlier epoch freed stops counting as active
@@ -90,8 +93,13 @@ def time_epoch(batches: Iterable[Batch], step: Step, target: Target, sync_every_
         marks.append((before, target.mark()))
         if sync_every_step:
             loss.item()
-    target.synchronize()
-    seconds = time.perf_counter() - start
+        if len(marks) == steps:
+            target.synchronize()
+            seconds = time.perf_counter() - start
+        del images, labels
+    if len(marks) < steps:
+        target.synchronize()
+        seconds = time.perf_counter() - start
 
     if not marks:
         raise RuntimeError("the loader gave no batch")
@@ -99,4 +107,11 @@ def time_epoch(batches: Iterable[Batch], step: Step, target: Target, sync_every_
     waited = first + sum(target.seconds_between(done, ready) for (_, done), (ready, _) in itertools.pairwise(marks))
     peak = target.memory_stat("active_bytes.all.peak")
     above = None if peak is None or start_bytes is None else peak - start_bytes
-    return Epoch(seconds / len(marks), max(first, first_on_host), waited / seconds, above, tally.result())
+    return Epoch(
+        step_seconds=seconds / len(marks),
+        steady_step_seconds=(seconds - max(first, first_on_host)) / len(marks),
+        first_batch_seconds=max(first, first_on_host),
+        waited_share=waited / seconds,
+        active_bytes_above_start=above,
+        checksum=tally.result(),
+    )

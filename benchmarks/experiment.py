@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import random
 import statistics
 import time
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from target import Target
 from tqdm import tqdm
 
 TRANSPORT, COMPUTE = "load, stage, copy", "compute"
-WARM_UP_BATCHES = 5
+STEPS_A_READING = 5  # of the footprint: one takes some milliseconds
 SPEED_SECONDS = 0.25
 PART_NAMES = tuple(field.name for field in dataclasses.fields(Parts))
 TOLERANCE = 0.02  # a row may be this much below its bound before that counts as wrong
@@ -32,29 +33,44 @@ def figure(raw: list[float]) -> dict[str, Any]:
 
 
 def run(
-    plan: Plan, rows: list[Row], loader: Loader, target: Target, prefetch_batches: int, sync_every_step: bool
+    plan: Plan,
+    rows: list[Row],
+    loader: Loader,
+    target: Target,
+    prefetch_batches: int,
+    sync_every_step: bool,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Measure everything; gives `parts_ms`, `compute_waited_share` and `rows` of the result."""
+    """Measure everything; gives `parts_ms`, `compute_waited_share`, `rows` and `left_out` of the result.
+
+    A peer that fails before it is timed is left out, with its error.
+    """
     transports: list[Transport] = []
     computes: list[Epoch] = []
-    epochs: dict[str, list[Epoch]] = {row.name: [] for row in rows}
+    epochs: dict[str, list[Epoch]] = {}
     footprints: dict[str, Footprint] = {}
-    cells = [TRANSPORT, COMPUTE, *epochs]
+    sources: dict[str, Iterable[Batch]] = {}
+    left_out: list[dict[str, str]] = []
     tqdm.monitor_interval = 0  # its thread would take the GIL now and then
-    progress = tqdm(total=plan.repeats * len(cells) + 2 * len(rows), leave=False, unit="cell")
-
-    for row in rows:  # each alone, so that what one holds is not counted for another
-        progress.set_description(f"memory: {row.name}")
-        footprints[row.name] = footprint.measure(row, loader, target, prefetch_batches, plan.step)
-        progress.update()
+    progress = tqdm(total=plan.repeats * (len(rows) + 2) + len(rows), leave=False, unit="cell", disable=None)
 
     with ExitStack() as open_rows, progress:
-        sources = {row.name: open_rows.enter_context(row.make(loader, target, prefetch_batches)) for row in rows}
         resident = ResidentBatches(loader, target, plan.steps)
-        for name, source in sources.items():
-            progress.set_description(f"warm-up: {name}")
-            _warm_up(source, plan, target)
+        for row in rows:
+            progress.set_description(f"untimed: {row.name}")
+            before = footprint.read_released(target)
+            try:
+                sources[row.name] = open_rows.enter_context(row.make(loader, target, prefetch_batches))
+                footprints[row.name] = _warm_up(sources[row.name], plan, target).above(before)
+                epochs[row.name] = []
+            except Exception as error:
+                if row.is_ours or row.name == "dataloader":
+                    raise
+                left_out.append({"name": row.name, "reason": f"{type(error).__name__}: {error}".splitlines()[0]})
             progress.update()
+        rows = [row for row in rows if row.name in epochs]
+        cells = [TRANSPORT, COMPUTE, *epochs]
+        chance = random.Random(seed)
 
         start = time.perf_counter()
         for repeat in range(plan.repeats):
@@ -62,19 +78,17 @@ def run(
             if plan.deadline_seconds is not None and repeat > 0 and expected_end > plan.deadline_seconds:
                 plan.notes.append(f"stopped after {repeat} of {plan.repeats} repeats: they took longer than expected")
                 break
-            turn = repeat * len(cells) // plan.repeats  # each repeat starts elsewhere, so no row always comes first
-            for cell in cells[turn:] + cells[:turn]:
+            chance.shuffle(cells)  # so that no row always comes after the same one
+            for cell in cells:
                 progress.set_description(f"repeat {repeat + 1}/{plan.repeats}: {cell}")
                 gc.collect()
+                _bring_to_speed(resident, plan, target)
                 if cell == TRANSPORT:
                     transports.append(time_transport(loader, target))
-                    progress.update()
-                    continue
-                _bring_to_speed(resident, plan, target)
-                if cell == COMPUTE:
-                    computes.append(time_epoch(resident, plan.step, target, sync_every_step))
                 else:
-                    epochs[cell].append(time_epoch(sources[cell], plan.step, target, sync_every_step))
+                    source = resident if cell == COMPUTE else sources[cell]
+                    epoch = time_epoch(source, plan.steps, plan.step, target, sync_every_step)
+                    (computes if cell == COMPUTE else epochs[cell]).append(epoch)
                 progress.update()
 
     parts = [
@@ -86,6 +100,7 @@ def run(
     )  # on the CPU nothing is staged, copied or gathered
     return {
         "parts_ms": {name: figure([getattr(part, name) * 1e3 for part in parts]) for name in names},
+        "left_out": left_out,
         "compute_waited_share": figure([compute.waited_share for compute in computes]),
         "rows": [
             {
@@ -112,17 +127,16 @@ def _least_host_parts(parts: list[Parts]) -> list[Parts]:
     return [dataclasses.replace(part, **least) for part in parts]
 
 
-def _warm_up(source: Iterable[Batch], plan: Plan, target: Target) -> None:
-    """A few steps that nobody times: first touch of pinned memory, allocator caches, kernel choice."""
-    batches = iter(source)
-    for number, (images, labels) in enumerate(batches, start=1):
+def _warm_up(source: Iterable[Batch], plan: Plan, target: Target) -> Footprint:
+    """An epoch that nobody times: first touch of pinned memory, allocator caches, kernel choice. To its end, since some
+    clean up only in the next epoch after one that was left. Gives the highest footprint during it."""
+    readings = [footprint.read(target)]
+    for number, (images, labels) in enumerate(source):
         plan.step(images, labels)
-        if number == WARM_UP_BATCHES:
-            break
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()
-    target.synchronize()
+        target.synchronize()
+        if number % STEPS_A_READING == 0:
+            readings.append(footprint.read(target))
+    return footprint.highest(readings)
 
 
 def _bring_to_speed(resident: ResidentBatches, plan: Plan, target: Target) -> None:
@@ -150,9 +164,10 @@ def _row_result(
     return {
         "name": row.name,
         "description": row.description,
-        "overlaps": row.overlaps,
+        "loads_beside": row.loads_beside,
         "ours": row.is_ours,
         "ms_per_step": figure([value * 1e3 for value in seconds]),
+        "steady_ms_per_step": figure([epoch.steady_step_seconds * 1e3 for epoch in epochs]),
         "samples_per_s": figure([plan.batch_size / value for value in seconds]),
         "bound_formula": bound.formula,
         "bound_ms": figure([value * 1e3 for value in bounds]),

@@ -41,7 +41,7 @@ def nothing_to_pin(target: Target) -> str | None:
     "DataLoader, 0 workers, .to(device)",
     bound=overlapped(1),
     bound_in_sync=IN_TURN,
-    overlaps=False,
+    loads_beside=False,
 )
 @contextmanager
 def dataloader(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
@@ -53,7 +53,7 @@ def dataloader(loader: Loader, target: Target, prefetch_batches: int) -> Iterato
     "DataLoader, 0 workers, pin_memory=True, .to(device, non_blocking=True)",
     bound=overlapped(1),
     bound_in_sync=IN_TURN,
-    overlaps=False,
+    loads_beside=False,
     missing=nothing_to_pin,
 )
 @contextmanager
@@ -67,7 +67,7 @@ def pinned(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[It
     "FastReID's fix for Windows: pin_memory=True, no thread, no stream, .to(device) in the step",
     bound=overlapped(1),
     bound_in_sync=IN_TURN,
-    overlaps=False,
+    loads_beside=False,
     default=False,
     missing=nothing_to_pin,
 )
@@ -82,7 +82,7 @@ def windows_fix(loader: Loader, target: Target, prefetch_batches: int) -> Iterat
     "as apex's data_prefetcher: the next batch is loaded in next(), and copied from pinned memory on a side stream",
     bound=overlapped(1),
     bound_in_sync=IN_TURN,
-    overlaps=False,
+    loads_beside=False,
     default=False,
     missing=nothing_to_pin,
 )
@@ -156,7 +156,7 @@ def in_background(items: Iterable[T], ahead: int) -> Iterator[T]:
     "background",
     "as prefetch_generator: one thread loads and pins; .to(device, non_blocking=True) in the loop",
     bound=overlapped(1),
-    overlaps=True,
+    loads_beside=True,
     default=False,
 )
 @contextmanager
@@ -165,7 +165,9 @@ def background(loader: Loader, target: Target, prefetch_batches: int) -> Iterato
     yield Epochs(lambda: on_device(in_background(pinning, prefetch_batches), target, non_blocking=True))
 
 
-@row("thread", "one background thread: load, pin_memory(), copy on a side stream", bound=overlapped(1), overlaps=True)
+@row(
+    "thread", "one background thread: load, pin_memory(), copy on a side stream", bound=overlapped(1), loads_beside=True
+)
 @contextmanager
 def thread(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
     """What one writes by hand, made safe: the consumer's stream waits for the copy, and memory is recorded on it."""

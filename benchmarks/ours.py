@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from epoch import Batch
-from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, row
+from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, gathered, row
 from target import Target
 
 
@@ -22,9 +22,9 @@ def _not_installed(target: Target) -> str | None:
 
 @row(
     "gpuprefetch",
-    "PrefetchIterator(loader), one loader thread",
+    "PrefetchIterator(loader), one loader thread and the copying threads",
     bound=GATHERED,
-    overlaps=True,
+    loads_beside=True,
     missing=_not_installed,
 )
 @contextmanager
@@ -46,7 +46,7 @@ def _nothing_to_copy(target: Target) -> str | None:
     "PrefetchIterator(loader, num_threads=0), loads inside next(), copies ahead",
     bound=GATHERED,
     bound_in_sync=GATHERED_BESIDE_COMPUTE,
-    overlaps=False,
+    loads_beside=False,
     missing=_nothing_to_copy,
 )
 @contextmanager
@@ -55,3 +55,24 @@ def gpuprefetch0(loader: Loader, target: Target, prefetch_batches: int) -> Itera
 
     with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=0) as batches:
         yield batches
+
+
+def _sample_threads(count: int) -> None:
+    @row(
+        f"gpuprefetch{count}",
+        f"PrefetchIterator(loader, num_threads={count}), samples on {count} threads",
+        bound=gathered(count),
+        loads_beside=True,
+        default=False,
+        missing=_not_installed,
+    )
+    @contextmanager
+    def threads(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+        from gpuprefetch import PrefetchIterator
+
+        with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=count) as batches:
+            yield batches
+
+
+for _count in (4, 8):
+    _sample_threads(_count)

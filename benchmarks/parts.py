@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from epoch import Batch, Checksum, Epoch, Tally, time_epoch
-from steps import Step
+from epoch import Batch, Checksum, Tally
 from target import Target
 from torch.utils.data import DataLoader
 
@@ -125,8 +124,3 @@ class ResidentBatches:
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.steps):
             yield self.pool[number % len(self.pool)]
-
-
-def time_compute(batches: ResidentBatches, step: Step, target: Target, sync_every_step: bool) -> Epoch:
-    """The training loop with nothing to load: the same loop, clock and checksum as every row."""
-    return time_epoch(batches, step, target, sync_every_step)

@@ -40,7 +40,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     parts = result["parts_ms"]
     rows = result["rows"]
     timelines = result["timelines"]
-    heights = [0.4 * len(parts), 0.6 * len(rows), *(0.3 * len(timeline["lanes"]) + 0.3 for timeline in timelines)]
+    heights = [0.4 * len(parts), 0.62 * len(rows), *(0.3 * len(timeline["lanes"]) + 0.3 for timeline in timelines)]
     figure, (above, below, *panels) = pyplot.subplots(
         len(heights), 1, figsize=(11, 3.4 + sum(heights) + 0.35 * len(timelines)), height_ratios=heights
     )
@@ -48,13 +48,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     _bars(above, [PART_LABELS[name] for name in parts], list(parts.values()), [PARTS] * len(parts))
     above.set_title(
         "What one step needs, each part measured alone. One after the other they take their sum;\n"
-        "done at the same time, while the step before is computed, only as long as the longest.",
+        "done at the same time, while the step before is computed, at best only as long as the longest.",
         loc="left",
         fontsize=10,
     )
 
     colours = [OURS if row["name"].startswith("gpuprefetch") else OTHERS for row in rows]
-    labels = [f"{row['name']}\n{textwrap.fill(row['description'], 46)}" for row in rows]
+    labels = [f"{row['name']}\n{textwrap.fill(row['description'], 60)}" for row in rows]
     notes = [f"  {row['multiple_of_bound']['median']:.2f}x the bound{'*' * row['below_bound']}" for row in rows]
     _bars(below, labels, [row["ms_per_step"] for row in rows], colours, notes)
     for position, row in enumerate(rows):

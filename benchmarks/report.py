@@ -98,7 +98,20 @@ def table(result: dict[str, Any]) -> str:
     lines.append("")
 
     memory = ["host MiB", "pinned", "device"]
-    rows = [["row", "ms a step", "[min .. max]", "samples/s", "bound ms", "x bound", "waited", "first ms", *memory]]
+    rows = [
+        [
+            "row",
+            "ms a step",
+            "[min .. max]",
+            "samples/s",
+            "bound ms",
+            "x bound",
+            "waited",
+            "first ms",
+            "steady",
+            *memory,
+        ]
+    ]
     for row in result["rows"]:
         rows.append(
             [
@@ -110,6 +123,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{row['multiple_of_bound']['median']:.3f}{'*' if row['below_bound'] else ' '}",
                 f"{row['waited_share']['median']:.0%}",
                 f"{row['first_batch_ms']['median']:.1f}",
+                f"{row['steady_ms_per_step']['median']:.2f}",
                 _mebibytes(row["host_bytes"]),
                 _mebibytes(row["pinned_bytes"]),
                 _mebibytes(row["device_bytes_above_model"]),
@@ -127,9 +141,9 @@ def table(result: dict[str, Any]) -> str:
         *_formulas(result["rows"]),
         "waited: share of the time in which the device had no step to work on, as the next batch was not there; with",
         f"  batches that are on the device already it is {result['compute_waited_share']['median']:.0%}.",
-        "first ms: from iter() until the first batch is on the device.",
-        "host MiB: of this process and its children, above what they held before the row was opened; pinned: the part",
-        "  that is page-locked; device: peak above what the step needs for itself, the batch in use included.",
+        "first ms: from iter() until the first batch is on the device; steady: ms a step after that.",
+        "host MiB: of this process and its children, above what they held before the row was opened; pinned: what",
+        "  torch's allocator has page-locked; device: peak above what the step needs, the batch in use included.",
     ]
     if any(row["below_bound"] for row in result["rows"]):
         lines.append("*: more than 2 % below its bound, which can't be: the machine was busy while parts were timed.")

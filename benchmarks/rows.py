@@ -36,29 +36,46 @@ def overlapped(threads: int) -> Bound:
     )
 
 
+def staged_beside(threads: int) -> Bound:
+    """Loading on `threads` threads or processes, and staging on one more."""
+    return Bound(
+        f"max(load / {threads}, stage, copy, compute)",
+        lambda parts: max(parts.load / threads, parts.stage, parts.copy, parts.compute),
+    )
+
+
 # For loading inside next(), in a loop that waits for every step: the parts add up.
 IN_TURN = Bound("load + stage + compute", lambda parts: parts.load + parts.stage + parts.compute)
 
-# Loading on a thread of its own that stacks nothing: the samples are gathered where they are staged.
+# Loading and staging on a thread of its own that stacks nothing: the samples are gathered where they are staged.
 GATHERED = Bound(
     "max(fetch + stage, copy, compute)",
     lambda parts: max(parts.fetch + parts.stage, parts.copy, parts.compute),
 )
 
-# The same inside next(), where another thread stages: that can go on while the loop waits for its step.
+
+# Loading inside next(), where another thread stages: that can go on while the loop waits for its step.
 GATHERED_BESIDE_COMPUTE = Bound(
     "max(fetch + max(stage, compute), copy)",
     lambda parts: max(parts.fetch + max(parts.stage, parts.compute), parts.copy),
 )
 
 
+def gathered(threads: int) -> Bound:
+    """Fetching on `threads` threads, and staging on one more."""
+    return Bound(
+        f"max(fetch / {threads}, stage, copy, compute)",
+        lambda parts: max(parts.fetch / threads, parts.stage, parts.copy, parts.compute),
+    )
+
+
 @dataclass(frozen=True)
 class Row:
     """`bound` holds for a loop that lets the device work on, `bound_in_sync` for one that waits for every step. A row
-    that does not overlap has the bound of those that do, so that its multiple shows what it loses.
+    that overlaps less than it could has the bound of those that do, so that its multiple shows what it loses.
 
-    `missing(target)` says why the row can't run here, or None. `overlaps`: loading goes on during the step. `default`:
-    it runs where no row is named.
+    `missing(target)` says why the row can't run here, or None. `loads_beside`: a thread or process of its own loads, so
+    that goes on while the loop waits for a step. `default`: the row runs where none is named.
     """
 
     name: str
@@ -66,7 +83,7 @@ class Row:
     make: Make
     bound: Bound
     bound_in_sync: Bound
-    overlaps: bool
+    loads_beside: bool
     default: bool
     missing: Callable[[Target], str | None]
 
@@ -87,14 +104,14 @@ def row(
     *,
     bound: Bound,
     bound_in_sync: Bound | None = None,
-    overlaps: bool,
+    loads_beside: bool,
     default: bool = True,
     missing: Callable[[Target], str | None] = lambda target: None,
 ) -> Callable[[Make], Make]:
     """Register the decorated function as row `name`; without `bound_in_sync`, `bound` holds for both loops."""
 
     def register(make: Make) -> Make:
-        ROWS[name] = Row(name, description, make, bound, bound_in_sync or bound, overlaps, default, missing)
+        ROWS[name] = Row(name, description, make, bound, bound_in_sync or bound, loads_beside, default, missing)
         return make
 
     return register

@@ -19,6 +19,10 @@ import torch
 PACKAGES = ("pillow", "torchvision", "timm", "torchdata", "spdl")  # that rows, workloads and steps may use
 
 
+class Unusable(Exception):
+    """What was asked for can't be had here; the text says why."""
+
+
 class Target:
     """A device, and how to wait for it.
 
@@ -74,7 +78,7 @@ class Target:
 
 
 def find_target(wanted: str | None) -> Target:
-    """The device named by `wanted`, or the current accelerator, or the CPU. Raises ValueError if it is not there."""
+    """The device named by `wanted`, or the current accelerator, or the CPU. Raises Unusable if it is not there."""
     if wanted is None:
         current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = torch.device("cpu") if current is None else torch.device(current.type)
@@ -82,18 +86,18 @@ def find_target(wanted: str | None) -> Target:
         try:
             device = torch.device(wanted)
         except RuntimeError as error:
-            raise ValueError(f"--device {wanted!r} is no torch device: {error}") from None
+            raise Unusable(f"--device {wanted!r} is no torch device: {error}") from None
     if device.type == "cpu":
         return Target(torch.device("cpu"))
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type != device.type:
         found = "none" if accelerator is None else accelerator.type
-        raise ValueError(f"--device {wanted!r} can't be used: the accelerator that torch finds here is {found}")
+        raise Unusable(f"--device {wanted!r} can't be used: the accelerator that torch finds here is {found}")
     if device.index is None and device.type in ("cuda", "xpu"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise ValueError(f"--device {wanted!r} does not exist: there are {torch.accelerator.device_count()} devices")
+        raise Unusable(f"--device {wanted!r} does not exist: there are {torch.accelerator.device_count()} devices")
     return Target(device)
 
 

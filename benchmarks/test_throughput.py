@@ -57,7 +57,7 @@ def a_row(change, name="planted"):
     def make(loader, target, prefetch_batches):
         yield Epochs(lambda: iter(change(list(loader))))
 
-    rows.row(name, "planted", bound=rows.overlapped(1), overlaps=True)(make)
+    rows.row(name, "planted", bound=rows.overlapped(1), loads_beside=True)(make)
     return rows.ROWS.pop(name)
 
 
@@ -79,7 +79,6 @@ def result_of(measured, target, **settings):
         },
         "environment": throughput.describe(target),
         "timelines": [],
-        "left_out": [],
         "notes": [],
         **measured,
     }
@@ -161,22 +160,28 @@ def test_the_time_waited_for_data(target, clock):
         clock.now += 0.010
         return images.sum()
 
-    epoch = time_epoch(batches(), step, target, sync_every_step=False)
+    def ends_slowly():
+        yield from batches()
+        clock.now += 5.0
+
+    epoch = time_epoch(ends_slowly(), 10, step, target, sync_every_step=False)
     assert epoch.step_seconds == pytest.approx(0.040)
+    assert epoch.steady_step_seconds == pytest.approx(0.037)
     assert epoch.first_batch_seconds == pytest.approx(0.030)
     assert epoch.waited_share == pytest.approx(0.75)
 
 
-def test_children_count_as_host_memory():
-    before = footprint.host_bytes()
+def test_children_count_as_host_memory(target):
+    before = footprint.read_released(target)
     code = "x = bytes(range(256)) * (1 << 19); print('made', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout.readline() == "made\n"
-        grown = footprint.host_bytes() - before
+        grown = footprint.read(target).above(before)
         child.communicate("\n")
-    assert grown >= 128 << 20
+    assert grown.host >= 128 << 20
+    assert grown.pinned is None
 
 
 def test_a_row_that_holds_memory_shows_it(loader, target, plan):
@@ -186,10 +191,47 @@ def test_a_row_that_holds_memory_shows_it(loader, target, plan):
             assert held is not None
             yield batch
 
-    plain, large = (
-        footprint.measure(a_row(change), loader, target, 2, plan.step).host for change in (lambda x: x, holding)
-    )
+    rows_measured = run(plan, [a_row(lambda x: x, "plain"), a_row(holding, "large")], loader, target, 2, False)["rows"]
+    plain, large = (row["host_bytes"] for row in rows_measured)
     assert large - plain >= 60 << 20
+
+
+def test_a_peer_that_fails_is_left_out_and_ours_is_not(loader, target, plan):
+    def failing(batches):
+        raise OSError("too many open files\nand more")
+
+    measured = run(plan, [a_row(list, "sound"), a_row(failing, "peer")], loader, target, 2, False)
+    assert [row["name"] for row in measured["rows"]] == ["sound"]
+    assert measured["left_out"] == [{"name": "peer", "reason": "OSError: too many open files"}]
+    with pytest.raises(OSError):
+        run(plan, [a_row(failing, "gpuprefetch-planted")], loader, target, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json", "nowhere/x.json"], "there is no folder 'nowhere'"),
+        (["--plot", "nowhere/x.png"], "there is no folder 'nowhere'"),
+        (["--compare", "a", "b", "--json", "x.json"], "--compare measures nothing"),
+        (["--steps", "49"], "--steps must be at least 50"),
+    ],
+)
+def test_what_can_t_be_is_said_before_anything_is_measured(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        throughput.parse_arguments(arguments)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "No such file"), ("{", "is no JSON"), ('{"benchmark": "handover"}', "is no result of this")],
+)
+def test_what_can_t_be_compared(text, said, tmp_path, capsys):
+    file = tmp_path / "x.json"
+    if text is not None:
+        file.write_text(text)
+    assert throughput.main(throughput.parse_arguments(["--compare", str(file), str(file)])) == 1
+    assert said in capsys.readouterr().err
 
 
 def fake_row(name, *raw, **more):
@@ -213,7 +255,17 @@ def test_two_results_side_by_side(tmp_path, capsys):
     for name, step, version in (("a.json", 10, "2.11"), ("b.json", 20, "2.12")):
         made = [fake_row("gpuprefetch", step, step + 1, step + 2), fake_row(name, 1, 2, 3), fake_row("thread", 7, 8, 9)]
         files.append(tmp_path / name)
-        files[-1].write_text(json.dumps({"settings": {"steps": 50}, "environment": {"torch": version}, "rows": made}))
+        files[-1].write_text(
+            json.dumps(
+                {
+                    "benchmark": "throughput",
+                    "format": throughput.FORMAT,
+                    "settings": {"steps": 50},
+                    "environment": {"torch": version},
+                    "rows": made,
+                }
+            )
+        )
     assert throughput.main(throughput.parse_arguments(["--compare", *map(str, files)])) == 0
     said = capsys.readouterr().out
     assert "torch: 2.11  ->  2.12" in said and "steps" not in said
@@ -250,6 +302,8 @@ def test_staging_is_from_loaded_until_the_last_copy_is_queued():
     loading = [(0.0, 1.0), (2.0, 3.0), (5.0, 6.0)]
     calls = [(1.1, 1.2), (1.4, 1.5), (3.5, 3.6), (7.0, 7.5)]
     assert timeline._staging(loading, calls) == [(1.0, 1.5), (3.0, 3.6), (6.0, 7.5)]
+    pieces = [(8.0, 8.1), (8.25, 8.3), (8.5, 8.6)]  # after waiting for room until 7.75
+    assert timeline._staging(loading[:1], pieces) == [(7.75, 8.6)]
 
 
 def test_copies_are_read_off_the_profiler():

@@ -9,6 +9,7 @@ figures mean.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -21,10 +22,11 @@ from calibration import MIN_STEPS, make_plan
 from experiment import run
 from report import comparison, table
 from rows import ROWS, Row
-from target import Target, describe, find_target
+from target import Target, Unusable, describe, find_target
 from timeline import timelines
 from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, find_images, make_loader, make_workload
 
+FORMAT = 2  # of --json
 STEPS = ("kernels", "python", "resnet50", "convnet")
 
 
@@ -50,7 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--samples", type=_positive, help=f"different samples behind an epoch ({DISTINCT_SAMPLES}; all files of --data)"
     )
-    add("--prefetch-batches", type=_positive, default=2, help="of gpuprefetch (2)")
+    add("--prefetch-batches", type=_positive, default=2, help="of gpuprefetch, and of thread, background and spdl (2)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write every figure, with raw repeats")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG), with a timeline of a few steps")
@@ -69,6 +71,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--data is for --workload jpeg, not {options.workload}")
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data {str(options.data)!r} is no folder")
+    for name in ("json", "plot"):
+        file = getattr(options, name)
+        if file is not None and not file.parent.is_dir():
+            parser.error(f"--{name} {str(file)!r}: there is no folder {str(file.parent)!r}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: python -m pip install ".[bench]"')
+    if options.compare and (options.json or options.plot):
+        parser.error("--compare measures nothing, so there is nothing for --json or --plot")
     if options.loaders in (None, "all"):
         options.loaders = list(ROWS) if options.loaders else _default_rows()
     else:
@@ -84,7 +94,7 @@ def _default_rows() -> list[str]:
 
 
 def choose_rows(wanted: list[str], target: Target) -> tuple[list[Row], list[dict[str, str]]]:
-    """The rows to run, and those that can't run here with the reason. Raises ValueError if none is left."""
+    """The rows to run, and those that can't run here with the reason. Raises Unusable if none is left."""
     chosen, left_out = [], []
     for name in wanted:
         reason = ROWS[name].missing(target)
@@ -93,7 +103,7 @@ def choose_rows(wanted: list[str], target: Target) -> tuple[list[Row], list[dict
         else:
             chosen.append(ROWS[name])
     if not chosen:
-        raise ValueError("no row can run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
+        raise Unusable("no row can run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
     return chosen, left_out
 
 
@@ -107,8 +117,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     make = make_workload(options.workload, samples, options.seed, options.data)
     plan = make_plan(options.step, target, make, rows, options.batch_size, options.steps, options.repeats)
     loader = make_loader(make, plan.batch_size, plan.steps)
-    measured = run(plan, rows, loader, target, options.prefetch_batches, options.sync_every_step)
-    measured["timelines"] = timelines(rows, loader, target, options.prefetch_batches, plan.step) if options.plot else []
+    measured = run(plan, rows, loader, target, options.prefetch_batches, options.sync_every_step, options.seed)
+    left_out += measured.pop("left_out")
+    measured["timelines"] = []
+    if options.plot:
+        try:
+            measured["timelines"] = timelines(rows, loader, target, options.prefetch_batches, plan.step)
+        except RuntimeError as error:  # of the profiler: no reason to lose the figures
+            plan.notes.append(f"no timeline: {error}")
 
     environment = describe(target)
     notes = list(plan.notes)
@@ -121,7 +137,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         description = DESCRIPTIONS[options.workload]
     return {
         "benchmark": "throughput",
-        "format": 2,
+        "format": FORMAT,
         "environment": environment,
         "settings": {
             "workload": options.workload,
@@ -144,10 +160,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def read_result(file: Path) -> dict[str, Any]:
+    """What `--json` wrote. Raises Unusable if it is something else."""
+    try:
+        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Unusable(f"{file} is no JSON: {error}") from None
+    if (result.get("benchmark"), result.get("format")) != ("throughput", FORMAT):
+        raise Unusable(f"{file} is no result of this version of throughput.py --json")
+    return result
+
+
 def complaint(result: dict[str, Any]) -> str | None:
     """Why the result must not be used, or None. Only a GPU-bound step is quiet enough to say so of times."""
     settings = result["settings"]
-    wrong = [row["name"] for row in result["rows"] if row["wrong_repeats"] and (row["ours"] or not row["overlaps"])]
+    wrong = [
+        row["name"] for row in result["rows"] if row["wrong_repeats"] and (row["ours"] or row["name"] == "dataloader")
+    ]
     if wrong:
         return f"wrong batches in {', '.join(wrong)}: not those of the plain loader, each once and in order"
     below = [row for row in result["rows"] if row["below_bound"]]
@@ -162,11 +191,15 @@ def complaint(result: dict[str, Any]) -> str | None:
 
 def main(options: argparse.Namespace) -> int:
     if options.compare:
-        print(comparison(*(json.loads(file.read_text(encoding="utf-8")) for file in options.compare)))
+        try:
+            print(comparison(*map(read_result, options.compare)))
+        except (OSError, Unusable) as error:
+            print(f"throughput.py: {error}", file=sys.stderr)
+            return 1
         return 0
     try:
         result = measure(options)
-    except ValueError as error:
+    except Unusable as error:
         print(f"throughput.py: {error}", file=sys.stderr)
         return 1
     print(table(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 LANES = ("load", "stage", "copy", "compute")
 ROWS = ("dataloader", "thread", "gpuprefetch")  # those that load in this process, one batch after the other
-BATCHES = 16
+BATCHES = 32
 SKIPPED = 6  # batches, until the queues have filled
 SHOWN_STEPS = 4  # of the slowest row
 
@@ -29,7 +30,10 @@ def timelines(
 ) -> list[dict[str, Any]]:
     """For each row that can be shown its spans, all over the same length of time."""
     traced = [(row, _trace(row, loader, target, prefetch_batches, step)) for row in rows if row.name in ROWS]
-    shown = max((_step_seconds(lanes["compute"]) for _, lanes in traced), default=0.0) * SHOWN_STEPS
+    computing = [lanes["compute"] for _, lanes in traced]
+    slowest = max((_step_seconds(spans) for spans in computing), default=0.0)
+    traced_seconds = min((spans[-1][0] - spans[SKIPPED][0] for spans in computing), default=0.0)
+    shown = min(SHOWN_STEPS * slowest, traced_seconds)  # of the fastest row too
     result = []
     for row, lanes in traced:
         begin = lanes["compute"][SKIPPED][0]
@@ -55,7 +59,7 @@ def _trace(
     """Load, stage and compute hold one span a batch; copy one for each piece that is on the bus at a time."""
     loading: list[Seconds] = []
     marks: list[tuple[Any, Any]] = []
-    traces_copies = target.device.type == "cuda"
+    traces_copies = target.device.type == "cuda" and torch.version.hip is None
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with (
         row.make(loader, target, prefetch_batches) as source,
@@ -125,9 +129,17 @@ def _copies(profiler: Any, origin: float) -> tuple[list[Seconds], list[Seconds]]
 
 
 def _staging(loading: list[Seconds], calls: list[Seconds]) -> list[Seconds]:
-    """From a batch's being loaded until its last copy is queued, before the next batch is begun to be loaded."""
+    """From a batch's being loaded until its last copy is queued, before the next batch is begun to be loaded.
+
+    Where a batch goes in pieces its thread may wait for room before the first one, so that begins as long before its
+    copy as the others do.
+    """
     staging = []
     for (_, loaded), (next_begun, _) in itertools.pairwise([*loading, (float("inf"), 0.0)]):
-        ends = [end for start, end in calls if loaded <= start < next_begun]
-        staging.append((loaded, max(ends, default=loaded)))
+        own = [(start, end) for start, end in calls if loaded <= start < next_begun]
+        begun = loaded
+        if len(own) > 2:
+            between = statistics.median(start - before for (before, _), (start, _) in itertools.pairwise(own))
+            begun = max(loaded, own[0][0] - between)
+        staging.append((begun, max((end for _, end in own), default=loaded)))
     return staging

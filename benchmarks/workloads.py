@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from epoch import Batch
+from target import Unusable
 from torch.utils.data import DataLoader, Dataset
 
 MakeImage = Callable[[int], torch.Tensor]
@@ -74,7 +75,8 @@ def make_workload(name: str, samples: int, seed: int, folder: Path | None) -> Ma
 class Memory:
     def __init__(self, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.images = [torch.rand(3, IMAGE_SIZE, IMAGE_SIZE, generator=generator) for _ in range(samples)]
+        # One tensor: a worker process is given a file handle for each.
+        self.images = torch.rand(samples, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
 
     def __call__(self, index: int) -> torch.Tensor:
         return self.images[index % len(self.images)]
@@ -166,8 +168,8 @@ def vary_photo(samples: int, seed: int) -> list[bytes]:
 
 
 def find_images(folder: Path) -> Sequence[Path]:
-    """The image files under `folder`, sorted. Raises ValueError if there are none."""
+    """The image files under `folder`, sorted. Raises Unusable if there are none."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
     if not paths:
-        raise ValueError(f"--data {str(folder)!r} holds no image; looked for {', '.join(sorted(IMAGE_SUFFIXES))}")
+        raise Unusable(f"--data {str(folder)!r} holds no image; looked for {', '.join(sorted(IMAGE_SUFFIXES))}")
     return paths
