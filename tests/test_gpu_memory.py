@@ -297,7 +297,7 @@ def cannot_fit(threads):
     """
 
 
-@pytest.fixture(scope="module", params=THREADS)
+@pytest.fixture(scope="module", params=[0, 1])
 def small_devices(request):
     """What the processes say, run at the same time: most of it is their start."""
     bodies = (fits, fits_with_steps_that_take_memory, fits_by_its_own_to, cannot_fit)
