@@ -5,11 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from epoch import Batch
-from rows import IN_TURN, Loader, overlapped, row
+from rows import Loader, Opened, row
 from target import Target
 from workloads import changed
 
@@ -39,25 +38,19 @@ def nothing_to_pin(target: Target) -> str | None:
 @row(
     "dataloader",
     "DataLoader, 0 workers, .to(device)",
-    bound=overlapped(1),
-    bound_in_sync=IN_TURN,
     loads_beside=False,
 )
-@contextmanager
-def dataloader(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def dataloader(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     yield Epochs(lambda: on_device(loader, target, non_blocking=False))
 
 
 @row(
     "pinned",
     "DataLoader, 0 workers, pin_memory=True, .to(device, non_blocking=True)",
-    bound=overlapped(1),
-    bound_in_sync=IN_TURN,
     loads_beside=False,
     missing=nothing_to_pin,
 )
-@contextmanager
-def pinned(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def pinned(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     pinning = changed(loader, pin_memory=True)
     yield Epochs(lambda: on_device(pinning, target, non_blocking=True))
 
@@ -65,14 +58,11 @@ def pinned(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[It
 @row(
     "windows-fix",
     "FastReID's fix for Windows: pin_memory=True, no thread, no stream, .to(device) in the step",
-    bound=overlapped(1),
-    bound_in_sync=IN_TURN,
     loads_beside=False,
     default=False,
     missing=nothing_to_pin,
 )
-@contextmanager
-def windows_fix(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def windows_fix(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     pinning = changed(loader, pin_memory=True)
     yield Epochs(lambda: on_device(pinning, target, non_blocking=False))
 
@@ -80,14 +70,11 @@ def windows_fix(loader: Loader, target: Target, prefetch_batches: int) -> Iterat
 @row(
     "apex",
     "as apex's data_prefetcher: the next batch is loaded in next(), and copied from pinned memory on a side stream",
-    bound=overlapped(1),
-    bound_in_sync=IN_TURN,
     loads_beside=False,
     default=False,
     missing=nothing_to_pin,
 )
-@contextmanager
-def apex(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def apex(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     pinning = changed(loader, pin_memory=True)
     assert target.streams is not None
     stream = target.streams.Stream(target.device)
@@ -155,21 +142,16 @@ def in_background(items: Iterable[T], ahead: int) -> Iterator[T]:
 @row(
     "background",
     "as prefetch_generator: one thread loads and pins; .to(device, non_blocking=True) in the loop",
-    bound=overlapped(1),
     loads_beside=True,
     default=False,
 )
-@contextmanager
-def background(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def background(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     pinning = changed(loader, pin_memory=target.streams is not None)
     yield Epochs(lambda: on_device(in_background(pinning, prefetch_batches), target, non_blocking=True))
 
 
-@row(
-    "thread", "one background thread: load, pin_memory(), copy on a side stream", bound=overlapped(1), loads_beside=True
-)
-@contextmanager
-def thread(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+@row("thread", "one background thread: load, pin_memory(), copy on a side stream", loads_beside=True)
+def thread(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     """What one writes by hand, made safe: the consumer's stream waits for the copy, and memory is recorded on it."""
     stream = target.streams.Stream(target.device) if target.streams is not None else None
     yield Epochs(lambda: _handed_over(in_background(_copied(loader, target, stream), prefetch_batches), target))

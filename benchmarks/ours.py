@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-
-from epoch import Batch
-from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, gathered, row
+from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, gathered, row
 from target import Target
 
 
@@ -27,8 +23,7 @@ def _not_installed(target: Target) -> str | None:
     loads_beside=True,
     missing=_not_installed,
 )
-@contextmanager
-def gpuprefetch(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def gpuprefetch(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     from gpuprefetch import PrefetchIterator
 
     with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=1) as batches:
@@ -49,8 +44,7 @@ def _nothing_to_copy(target: Target) -> str | None:
     loads_beside=False,
     missing=_nothing_to_copy,
 )
-@contextmanager
-def gpuprefetch0(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def gpuprefetch0(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     from gpuprefetch import PrefetchIterator
 
     with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=0) as batches:
@@ -66,8 +60,7 @@ def _sample_threads(count: int) -> None:
         default=False,
         missing=_not_installed,
     )
-    @contextmanager
-    def threads(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+    def threads(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
         from gpuprefetch import PrefetchIterator
 
         with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=count) as batches:

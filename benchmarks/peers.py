@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 from epoch import Batch
 from in_process import Epochs, nothing_to_pin, on_device
-from rows import IN_TURN, Loader, overlapped, row, staged_beside
+from rows import Loader, Opened, row, staged_beside
 from target import Target
 from torch.utils.data import Dataset, default_collate
 from workloads import changed
@@ -38,8 +37,7 @@ def _workers(count: int) -> None:
         loads_beside=True,
         default=False,
     )
-    @contextmanager
-    def workers(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+    def workers(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
         pins = target.streams is not None
         working = changed(loader, num_workers=count, pin_memory=pins, persistent_workers=True)
         yield Epochs(lambda: on_device(working, target, non_blocking=True))
@@ -52,14 +50,11 @@ def _timm_is_missing(target: Target) -> str | None:
 @row(
     "timm",
     "timm's PrefetchLoader, 0 workers, pin_memory=True, on float32 (its own loaders give uint8), mean 0, deviation 1",
-    bound=overlapped(1),
-    bound_in_sync=IN_TURN,
     loads_beside=False,
     default=False,
     missing=_timm_is_missing,
 )
-@contextmanager
-def timm(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+def timm(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     from timm.data.loader import PrefetchLoader
 
     # It takes both as fractions of 255, and changes nothing with these.
@@ -87,8 +82,7 @@ def _nodes(count: int) -> None:
         default=False,
         missing=_needs("torchdata.nodes"),
     )
-    @contextmanager
-    def nodes(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+    def nodes(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
         from torchdata import nodes as tn
 
         node: Any = tn.Batcher(tn.SamplerWrapper(loader.sampler), batch_size=loader.batch_size)
@@ -114,8 +108,7 @@ def _spdl(count: int) -> None:
         default=False,
         missing=_spdl_is_missing,
     )
-    @contextmanager
-    def spdl(loader: Loader, target: Target, prefetch_batches: int) -> Iterator[Iterable[Batch]]:
+    def spdl(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
         import spdl.io
         from spdl.pipeline import PipelineBuilder
 

@@ -1,14 +1,14 @@
 """The registry of rows: a way to get batches to the device, and the least time a step can take with it.
 
-A row is a function that takes the plain loader, the target and `prefetch_batches`, and gives a context manager around
-an iterable of batches on the device; every `iter()` of that starts an epoch. `@row` registers it, `--loaders` takes the
-names. Importing `in_process`, `peers` and `ours` fills the registry, in the order of the table.
+A row is a generator function that takes the plain loader, the target and `prefetch_batches`, yields once, and cleans
+up: what it yields is an iterable of batches on the device, of which every `iter()` starts an epoch. `@row` registers
+it, `--loaders` takes the names. Importing `in_process`, `peers` and `ours` fills the registry, in the table's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from epoch import Batch
@@ -17,6 +17,7 @@ from target import Target
 from torch.utils.data import DataLoader
 
 Loader = DataLoader[Batch]
+Opened = Iterator[Iterable[Batch]]
 Make = Callable[[Loader, Target, int], AbstractContextManager[Iterable[Batch]]]
 
 
@@ -28,12 +29,10 @@ class Bound:
     seconds: Callable[[Parts], float]
 
 
-def overlapped(threads: int) -> Bound:
-    """Loading and staging on `threads` threads of their own. All runs beside all else, so the longest part decides."""
-    return Bound(
-        f"max((load + stage) / {threads}, copy, compute)",
-        lambda parts: max((parts.load + parts.stage) / threads, parts.copy, parts.compute),
-    )
+# Loading and staging on one thread. All runs beside all else, so the longest part decides.
+ONE_THREAD = Bound(
+    "max(load + stage, copy, compute)", lambda parts: max(parts.load + parts.stage, parts.copy, parts.compute)
+)
 
 
 def staged_beside(threads: int) -> Bound:
@@ -102,16 +101,17 @@ def row(
     name: str,
     description: str,
     *,
-    bound: Bound,
-    bound_in_sync: Bound | None = None,
     loads_beside: bool,
+    bound: Bound = ONE_THREAD,
+    bound_in_sync: Bound | None = None,
     default: bool = True,
     missing: Callable[[Target], str | None] = lambda target: None,
-) -> Callable[[Make], Make]:
-    """Register the decorated function as row `name`; without `bound_in_sync`, `bound` holds for both loops."""
+) -> Callable[[Callable[[Loader, Target, int], Opened]], None]:
+    """Register the decorated function as row `name`. Without `bound_in_sync`, `bound` holds for both loops where a
+    thread or process of its own loads, and else the parts add up where each step is waited for."""
+    in_sync = bound_in_sync or (bound if loads_beside else IN_TURN)
 
-    def register(make: Make) -> Make:
-        ROWS[name] = Row(name, description, make, bound, bound_in_sync or bound, loads_beside, default, missing)
-        return make
+    def register(make: Callable[[Loader, Target, int], Opened]) -> None:
+        ROWS[name] = Row(name, description, contextmanager(make), bound, in_sync, loads_beside, default, missing)
 
     return register

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,11 +52,10 @@ def clock(monkeypatch):
 def a_row(change, name="planted"):
     """A row whose batches are those of the plain loader after `change(batches)`."""
 
-    @contextmanager
     def make(loader, target, prefetch_batches):
         yield Epochs(lambda: iter(change(list(loader))))
 
-    rows.row(name, "planted", bound=rows.overlapped(1), loads_beside=True)(make)
+    rows.row(name, "planted", loads_beside=True)(make)
     return rows.ROWS.pop(name)
 
 
