@@ -36,11 +36,12 @@ class Environment:
         self._free_streams: list[torch.cuda.Stream] = []
         if self._cuda is not None:
             self._free_streams = _free_streams.setdefault(self._cuda, [])
-            try:
-                self._stream = self._free_streams.pop()
-            except IndexError:
-                self._stream = torch.cuda.Stream(self._cuda)
-            self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
+            with relaxed_capture_mode():
+                try:
+                    self._stream = self._free_streams.pop()
+                except IndexError:
+                    self._stream = torch.cuda.Stream(self._cuda)
+                self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
 
     def __del__(self) -> None:
         stream = getattr(self, "_stream", None)
@@ -61,9 +62,7 @@ class Environment:
                 relax_capture_mode()
                 torch.cuda.set_device(self._cuda)
                 torch.cuda.set_stream(self._stream)
-            intra_op_threads = max(1, self._intra_op_threads // sharing)
-            if torch.get_num_threads() != intra_op_threads:
-                torch.set_num_threads(intra_op_threads)
+            _set_intra_op_threads(max(1, self._intra_op_threads // sharing))
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))  # second: inference_mode() sets it too
@@ -72,6 +71,25 @@ class Environment:
             if self._default_device.type != "cpu":
                 stack.enter_context(self._default_device)
             yield
+
+
+def _set_intra_op_threads(number: int) -> None:
+    """For the current thread alone. What torch.set_num_threads() sets is also taken by each new thread, the user's and
+    autograd's among them."""
+    if torch.get_num_threads() != number:  # asking makes torch set this thread's first value, if it has none yet
+        _omp_set_num_threads()(number)
+
+
+@functools.cache
+def _omp_set_num_threads() -> Callable[[int], object]:
+    """OpenMP's own, of the library that torch has loaded."""
+    try:
+        function: Callable[[int], object] = ctypes.CDLL(
+            "libiomp5md" if sys.platform == "win32" else None
+        ).omp_set_num_threads
+    except (OSError, AttributeError):  # a torch that is built without
+        return torch.set_num_threads
+    return function
 
 
 def relax_capture_mode() -> int:

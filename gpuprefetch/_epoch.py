@@ -125,12 +125,10 @@ class Epoch(abc.ABC):
         ``deadline``, on the monotonic clock, is for a thread that is inside the user's code; by default 2 s from now.
         """
         self.stop()
-        deadline = _threads.deadline() if deadline is None else deadline
-        for worker in self._workers:
-            worker.end(deadline)
+        _threads.end(self._workers, _threads.deadline() if deadline is None else deadline)
         while True:
             try:
-                self._ready.get_nowait()
+                self._ready.get_nowait().error = None  # whose traceback may hold the record
             except queue.Empty:
                 return
 
@@ -156,11 +154,9 @@ class Epoch(abc.ABC):
                 raise RuntimeError(f"thread {thread.name!r} is gone; was the process forked during an epoch?")
             if self._timeout and time.monotonic() - started > self._timeout:
                 self._timed_out = True
-                stacks = "".join(
-                    f"thread {worker.thread.name!r} stands at:\n{_threads.stack_of(worker.thread)}"
-                    for worker in self._workers
+                raise TimeoutError(
+                    f"no batch within timeout={self._timeout} s; {_threads.where_they_stand(self._workers)}"
                 )
-                raise TimeoutError(f"no batch within timeout={self._timeout} s; {stacks}")
 
     def _load(self, number: int) -> Record:
         """Loads the next batch, on whatever thread this is, and finds out what of it has to move."""
@@ -170,8 +166,12 @@ class Epoch(abc.ABC):
         except StopIteration:
             record.ended = True
         except BaseException as error:
-            self._fail(record, error)
+            self._fail(record, error, self._loaded_in())
         return record
+
+    def _loaded_in(self) -> str | None:
+        """The name of the thread in which loading failed, where it is not this one."""
+        return None
 
     def _prepared(self, record: Record) -> bool:
         """prepare(), or False where the device had no memory for it."""
@@ -181,27 +181,24 @@ class Epoch(abc.ABC):
             return False
         return True
 
-    def _fail(self, record: Record, error: BaseException) -> None:
+    def _fail(self, record: Record, error: BaseException, thread_name: str | None = None) -> None:
         if isinstance(error, StopIteration):
             error = _not_the_end(error)
-        self._annotate(error, record.number)
+        self._annotate(error, record.number, thread_name)
         record.error = error
         record.batch, record.held = None, []
         record.drop_sources()
 
-    def _annotate(self, error: BaseException, number: int) -> None:
+    def _annotate(self, error: BaseException, number: int, thread_name: str | None = None) -> None:
+        thread_name = thread_name or threading.current_thread().name
         with contextlib.suppress(Exception):  # a class of the user's may have other ideas of its attributes
             if hasattr(error, "add_note"):
-                error.add_note(f"gpuprefetch: at batch {number}, in thread {self._thread_name()!r}{self._ADVICE}")
+                error.add_note(f"gpuprefetch: at batch {number}, in thread {thread_name!r}{self._ADVICE}")
                 if "Cannot re-initialize CUDA in forked subprocess" in str(error):
                     error.add_note(
                         "gpuprefetch: a worker process can't use CUDA once its parent does. With num_workers=0 in the "
                         "loader and num_threads=N here, N threads of this process load, and they can"
                     )
-
-    def _thread_name(self) -> str:
-        """In which an error was raised."""
-        return threading.current_thread().name
 
 
 def _not_the_end(error: StopIteration) -> RuntimeError:
@@ -305,7 +302,6 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
     ) -> None:
         super().__init__(source, lane, timeout, environment, prefetch_batches)
         self._samples = samples
-        self._entered: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._crashed: BaseException | None = None
         workers = [_threads.Worker("sample", self._fetch) for _ in range(samples.num_threads)]
         self._workers = [*workers, *self._workers]
@@ -318,8 +314,10 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
     def stop(self) -> None:
         super().stop()
         self._samples.stop()
-        for _ in self._workers:
-            self._entered.put(None)
+
+    def close(self, deadline: float | None = None) -> None:
+        super().close(deadline)
+        self._samples.close()
 
     def _permit(self) -> None:
         self._samples.request()
@@ -331,28 +329,20 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         """A sample thread's work."""
         try:
             with self._environment.entered(sharing=self._samples.num_threads):
-                self._entered.put(None)
                 self._samples.work()
         except BaseException as error:  # of the environment: what samples raise belongs to their batch
             self._crashed = error
             self._samples.stop()
-            self._entered.put(None)
-
-    def _run(self) -> None:
-        # The loader thread comes last: a thread that sets its number of intra-op threads sets it for new threads too,
-        # the user's among them, and this one sets what the caller had.
-        for _ in range(self._samples.num_threads):
-            self._entered.get()
-        super()._run()
 
     def _load(self, number: int) -> Record:
         record = super()._load(number)
-        if self._crashed is not None:
-            record.error = self._crashed
+        crashed, self._crashed = self._crashed, None  # its traceback holds this object
+        if crashed is not None:
+            record.error = crashed
         return record
 
-    def _thread_name(self) -> str:
-        return self._samples.thread_name or super()._thread_name()
+    def _loaded_in(self) -> str | None:
+        return self._samples.thread_name
 
 
 class CallingThreadEpoch(Epoch):

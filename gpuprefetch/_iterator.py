@@ -52,9 +52,10 @@ class PrefetchIterator:
             ``prefetch_batches + 2`` batches, or 64 MiB of small ones, beyond what the loop itself holds.
         num_threads: 1 loads on a thread of its own; what the dataset draws from global random generators then
             interleaves with what the loop draws on the CPU. More, up to 256, fetch and collate the samples of a
-            DataLoader's map-style dataset, which they share: it must stand being used by several threads at once, and
-            what it draws from global generators is no longer repeatable. Order and errors are those of one thread. Any
-            other loader is iterated by one thread, with a warning. 0 loads on the calling thread, inside ``next()``,
+            DataLoader's map-style dataset, which they share: dataset and ``collate_fn`` must stand being used by
+            several threads at once and must not fill one buffer again and again, and what they draw from global
+            generators is no longer repeatable. Order and errors are those of one thread. Any other loader is iterated
+            by one thread, with a warning. 0 loads on the calling thread, inside ``next()``,
             for datasets that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead
             (so a sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded
             it).
@@ -298,12 +299,12 @@ def _checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
     num_threads = _checked_int("num_threads", num_threads, 0, _MOST_THREADS)
     if num_threads < 2:
         return num_threads
-    if num_workers := getattr(loader, "num_workers", 0):
-        raise ValueError(
-            f"num_threads={num_threads} and the loader's num_workers={num_workers} exclude each other: set one to 0"
-        )
     reason = why_one_thread(loader)
     if reason is None:
+        if num_workers := getattr(loader, "num_workers", 0):
+            raise ValueError(
+                f"num_threads={num_threads} and the loader's num_workers={num_workers} exclude each other: set one to 0"
+            )
         _warn_of_sharing()
         return num_threads
     warnings.warn(

@@ -1,20 +1,24 @@
 """The samples of a map-style dataset, fetched and collated by several threads, in the loader's order.
 
     request() -> [draw indices] -> slices -> [samples, collate] -> [in order] -> next()
-    consumer      loader thread               sample threads       loader thread
+    consumer     one sample thread            sample threads       loader thread
+                 at a time
 
-Only the loader thread draws from the sampler. A slice is a part of a batch, and whoever ends the last one collates: so
-all threads work on the batch that is waited for, and on the next ones as soon as its slices are taken.
+A slice is a part of a batch, and whoever ends the last one collates: so all threads work on the batch that is waited
+for, and on the next ones as soon as its slices are taken. The loader thread draws nothing: a sampler that takes its
+time holds up no batch that is complete.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpuprefetch._record import Stopped
+import torch
 
 
 class Batch:
@@ -36,8 +40,16 @@ class Batch:
     def result(self) -> Any:
         if self.error is None:
             return self.data
-        error, self.error = self.error, None  # frames in its traceback hold this object
-        raise error
+        error, self.error = self.error, None  # frames in its traceback hold this object, and this frame the error
+        try:
+            raise error
+        finally:
+            del error
+
+
+class _Task(enum.Enum):
+    DRAW = enum.auto()
+    END = enum.auto()
 
 
 class Samples:
@@ -68,69 +80,95 @@ class Samples:
         self._auto_collation = auto_collation
         self._splits = auto_collation and not getattr(dataset, "__getitems__", None)
         self.num_threads = num_threads
-        self._slices: queue.SimpleQueue[tuple[Batch, range] | None] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()  # None: one more batch is wanted
-        self._counting = threading.Lock()  # of a batch's slices and errors; never held while code of the user's runs
-        self._drawn = 0
-        self._given = 0
+        self._tasks: queue.SimpleQueue[tuple[Batch, range] | _Task] = queue.SimpleQueue()
+        self._complete: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()  # None: stopped
         self._early: dict[int, Batch] = {}  # complete before one that comes before them
+        self._given = 0
+        self._lock = threading.Lock()  # of what follows and of a batch's slices and errors; no code of the user's in it
+        self._wanted = 0  # batches to be drawn
+        self._is_drawing = False
+        self._drawn = 0
+        self._last: int | None = None  # the number of the first batch that is the end, or fails
         self._stopped = False
         self.thread_name: str | None = None  # where the error was raised that the batch given last holds
 
     def request(self) -> None:
         """Lets one more batch be loaded. For the consumer."""
-        self._inbox.put(None)
+        self._tasks.put(_Task.DRAW)
 
     def stop(self) -> None:
         """Ends all waits, and each thread after the sample that it is at. May be called from anywhere."""
         self._stopped = True
-        self._inbox.put(None)
+        self._complete.put(None)
         for _ in range(self.num_threads):
-            self._slices.put(None)
+            self._tasks.put(_Task.END)
 
     def close(self) -> None:
         """stop(), and lets go of what is the user's. A thread that is behind may meet its absence: nobody listens."""
         self.stop()
         self._indices, self._dataset, self._collate = iter(()), None, None
         self._early.clear()
+        for waiting in (self._tasks, self._complete):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.get_nowait()
+        self.stop()  # again, for whoever waits at a queue
 
     def __iter__(self) -> Samples:
         return self
 
     def __next__(self) -> Batch:
         """The next batch, or StopIteration after the last one or stop(). For the loader thread."""
-        while self._given not in self._early:
-            self._attend(self._inbox.get())
-        while not self._inbox.empty():  # so that the threads have work while this batch is copied
-            self._attend(self._inbox.get())
-        batch = self._early.pop(self._given)
+        while (batch := self._early.pop(self._given, None)) is None:
+            arrived = self._complete.get()
+            if arrived is None or self._stopped:
+                raise StopIteration
+            self._early[arrived.number] = arrived
         self._given += 1
         if batch.ended:
             raise StopIteration
         self.thread_name = batch.thread_name
         return batch
 
-    def _attend(self, batch: Batch | None) -> None:
-        if self._stopped:
-            raise StopIteration
-        if batch is None:
+    def work(self) -> None:
+        """Draws indices and fetches samples until stop(). For a sample thread."""
+        while (task := self._tasks.get()) is not _Task.END and not self._stopped:
+            if task is _Task.DRAW:
+                self._draw_all()
+            else:
+                self._load(*task)
+            del task  # it would keep the batch until the next one comes
+
+    def _draw_all(self) -> None:
+        """Draws a batch, or leaves that to the thread that is drawing."""
+        with self._lock:
+            self._wanted += 1
+            if self._is_drawing:
+                return
+            self._is_drawing = True
+        while True:
+            with self._lock:
+                if self._wanted == 0 or self._last is not None or self._stopped:
+                    self._is_drawing = False
+                    return
+                self._wanted -= 1
             self._draw()
-        else:
-            self._early[batch.number] = batch
 
     def _draw(self) -> None:
         batch = Batch(self._drawn)
         self._drawn += 1
         try:
-            batch.indices = next(self._indices)
-            if self._splits:
-                batch.indices = list(batch.indices)
-        except StopIteration:
-            batch.ended = True
+            indices = next(self._indices, self)  # not self: a StopIteration out of the indices themselves is an error
+            if indices is not self:
+                batch.indices = self._own(indices)
         except BaseException as error:
-            batch.error = error
-        if batch.ended or batch.error is not None:
-            self._early[batch.number] = batch
+            self._fail(batch, error, 0)
+            self._put(batch)
+            return
+        if indices is self:
+            batch.ended = True
+            self._end_at(batch)
+            self._put(batch)
             return
         positions = range(len(batch.indices)) if self._splits else range(1)
         size = max(1, -(-len(positions) // self.num_threads))
@@ -138,54 +176,72 @@ class Samples:
         batch.samples = [None] * len(positions)
         batch.slices_left = len(slices)
         for positions in slices:
-            self._slices.put((batch, positions))
+            self._tasks.put((batch, positions))
 
-    def work(self) -> None:
-        """Fetches samples until stop(). For a sample thread."""
-        while (taken := self._slices.get()) is not None and not self._stopped:
-            self._load(*taken)
-            del taken  # it would keep the batch until the next slice comes
+    def _own(self, indices: Any) -> Any:
+        """The indices, apart from an object that the sampler may fill again for its next batch."""
+        if isinstance(indices, torch.Tensor):
+            indices = indices.clone()
+        elif self._splits or (self._auto_collation and isinstance(indices, Iterator)):
+            return list(indices)
+        elif hasattr(indices, "copy"):
+            indices = indices.copy()
+        return list(indices) if self._splits else indices
 
     def _load(self, batch: Batch, positions: range) -> None:
         try:
             self._fetch(batch, positions)
-        except Stopped:
-            return
         except BaseException as error:
             self._fail(batch, error, positions.start)
-        with self._counting:
+        with self._lock:
             batch.slices_left -= 1
-            is_last = batch.slices_left == 0
-        if not is_last:
-            return
-        if batch.error is None:
+            if batch.slices_left > 0:
+                return
+        if batch.error is None and not self._is_beyond_the_end(batch):
             try:
                 batch.data = self._collate(batch.samples)
             except BaseException as error:
                 self._fail(batch, error, 0)
         batch.samples = None
-        self._inbox.put(batch)
+        self._put(batch)
 
     def _fetch(self, batch: Batch, positions: range) -> None:
+        if self._is_beyond_the_end(batch):
+            return
         if not self._auto_collation:
             batch.samples = self._dataset[batch.indices]
         elif not self._splits:
             batch.samples = self._dataset.__getitems__(batch.indices)
         else:
             for position in positions:
-                if self._stopped:
-                    raise Stopped
-                if batch.error is not None and batch.failed_at < position:
+                if self._is_beyond_the_end(batch) or (batch.error is not None and batch.failed_at < position):
                     return  # by itself the loader would not have come this far
                 batch.samples[position] = self._dataset[batch.indices[position]]
 
+    def _is_beyond_the_end(self, batch: Batch) -> bool:
+        return self._stopped or (self._last is not None and self._last < batch.number)
+
+    def _put(self, batch: Batch) -> None:
+        if not self._stopped:
+            self._complete.put(batch)
+
     def _fail(self, batch: Batch, error: BaseException, position: int) -> None:
         """Keeps the error that is first in the batch: the loader by itself would have met that one."""
+        if self._stopped:  # it may be of that, and holds this object
+            return
         if isinstance(error, StopIteration):  # which would be taken for the end
             told = RuntimeError("the dataset or collate_fn raised StopIteration")
             told.__cause__ = error
             error = told
-        with self._counting:
+        replaced = None
+        with self._lock:
             if batch.error is None or position < batch.failed_at:
-                batch.error, batch.failed_at = error, position
+                replaced = batch.error  # dropped after the lock: that may run code of the user's
+                batch.failed_at, batch.error = position, error
                 batch.thread_name = threading.current_thread().name
+        del replaced
+        self._end_at(batch)
+
+    def _end_at(self, batch: Batch) -> None:
+        with self._lock:
+            self._last = batch.number if self._last is None else min(self._last, batch.number)

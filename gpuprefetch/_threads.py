@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gpuprefetch import _copier, _extension
 
@@ -39,7 +39,7 @@ class Worker:
         self.thread = threading.Thread(
             target=self._main, args=(run,), name=f"gpuprefetch-{name}-{next(_numbers)}", daemon=True
         )
-        self._left_behind = False
+        self.left_behind = False
 
     def start(self, stop: Callable[[], None]) -> None:
         """Starts the thread. ``stop`` makes its work return soon, whatever it waits for, and may be called anywhere."""
@@ -58,20 +58,27 @@ class Worker:
         finally:
             _running.pop(self, None)
 
-    def end(self, deadline: float) -> None:
-        """Joins the thread, which was told to stop. One still busy at ``deadline`` is left behind, with a warning."""
-        if self._left_behind or self.thread is threading.current_thread():
-            return
+    def join(self, deadline: float) -> None:
+        """Waits for the end of the thread, which was told to stop, but not beyond ``deadline``."""
         with contextlib.suppress(RuntimeError):  # not started yet: it will see that it was stopped
             self.thread.join(max(0.0, deadline - time.monotonic()))
-        if self.thread.is_alive():
-            self._left_behind = True
-            warnings.warn(
-                f"thread {self.thread.name!r} did not stop within {JOIN_SECONDS:.0f} s and is left behind; it stands "
-                f"at:\n{stack_of(self.thread)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+
+
+def end(workers: Iterable[Worker], deadline: float) -> None:
+    """Joins threads that were told to stop. Those still busy at ``deadline`` are left behind, with one warning."""
+    current = threading.current_thread()
+    joined = [worker for worker in workers if not worker.left_behind and worker.thread is not current]
+    for worker in joined:
+        worker.join(deadline)
+    busy = [worker for worker in joined if worker.thread.is_alive()]
+    for worker in busy:
+        worker.left_behind = True
+    if busy:
+        warnings.warn(
+            f"not stopped within {JOIN_SECONDS:.0f} s, so left behind: {where_they_stand(busy)}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def deadline() -> float:
@@ -79,10 +86,18 @@ def deadline() -> float:
     return time.monotonic() + JOIN_SECONDS
 
 
-def stack_of(thread: threading.Thread) -> str:
-    """Where the thread is, as in a traceback."""
-    frame = sys._current_frames().get(thread.ident or -1)
-    return "".join(traceback.format_stack(frame)) if frame is not None else "  (ended)\n"
+def where_they_stand(workers: Iterable[Worker]) -> str:
+    """The threads' names and stacks, each stack once."""
+    frames = sys._current_frames()
+    names: dict[str, list[str]] = {}
+    for worker in workers:
+        frame = frames.get(worker.thread.ident or -1)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (ended)\n"
+        names.setdefault(stack, []).append(repr(worker.thread.name))
+    return "".join(
+        f"thread {of[0]} stands at:\n{stack}" if len(of) == 1 else f"threads {', '.join(of)} stand at:\n{stack}"
+        for stack, of in names.items()
+    )
 
 
 def on_one() -> bool:
@@ -99,8 +114,9 @@ def _end_all() -> None:
     for stop in workers.values():
         stop()
     end_by = deadline()
+    end(workers, end_by)
     for worker in workers:
-        worker.end(end_by)
+        worker.join(end_by)  # one that was left behind earlier may have come back: it must not outlive the interpreter
     if os.getpid() != _pid:  # a forked child has neither the pool's threads nor the device
         return
     try:

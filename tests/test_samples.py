@@ -1,5 +1,6 @@
 """Samples on several threads: all at work at once, and the batches, errors and ends of one thread."""
 
+import collections
 import gc
 import io
 import itertools
@@ -173,12 +174,16 @@ def test_getitems_gets_what_the_sampler_gave(before):
     assert sorted(data.asked) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
-def test_the_sampler_is_drawn_from_in_one_thread_and_in_order(before):
-    drawn_in = []
+def test_the_sampler_is_drawn_from_by_one_thread_at_a_time_and_in_order(before):
+    busy, clashes, drawn_in = threading.Lock(), [], []
 
     def indices():
         for i in range(40):
+            if not busy.acquire(blocking=False):
+                clashes.append(i)
             drawn_in.append(threading.get_ident())
+            time.sleep(0.001)
+            busy.release()
             yield i
 
     class Sampler:
@@ -186,9 +191,81 @@ def test_the_sampler_is_drawn_from_in_one_thread_and_in_order(before):
             return indices()
 
     loader = DataLoader(Ramp(40, hook=uneven), batch_size=2, sampler=Sampler())
-    assert vals(on_threads(loader, 8)) == list(range(0, 40, 2))
+    assert vals(on_threads(loader, 8, prefetch_batches=5)) == list(range(0, 40, 2))
+    assert clashes == []
     assert set(drawn_in[:2]) == {threading.get_ident()}  # the first batch's, in iter(): random orders come with it
-    assert len(set(drawn_in[2:])) == 1
+
+
+def test_a_sampler_that_waits_holds_up_no_complete_batch(before):
+    taken = threading.Event()
+
+    def indices():
+        yield 0
+        assert taken.wait(20), "the batch before was not handed over"
+        yield 1
+
+    class Sampler:
+        def __iter__(self):
+            return indices()
+
+    it = iter(on_threads(DataLoader(Ramp(2), batch_size=1, sampler=Sampler())))
+    assert within(20, lambda: int(next(it)[0, 0])) == 0
+    taken.set()
+    assert vals(it) == [1]
+
+
+def refilled_list():
+    indices = [0, 0]
+    for i in range(0, 40, 2):
+        indices[:] = i, i + 1
+        yield indices
+
+
+def refilled_tensor():
+    indices = torch.zeros(2, dtype=torch.int64)
+    for i in range(0, 40, 2):
+        indices.copy_(torch.tensor([i, i + 1]))
+        yield indices
+
+
+def parts_of_one_iterator():
+    indices = iter(range(40))
+    return (itertools.islice(indices, 2) for _ in range(20))
+
+
+class Whole(Ramp):
+    def __getitem__(self, i):
+        return super().__getitem__(int(i))
+
+
+class WholeByBatch(Whole):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+class Drawing:
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return self.make()
+
+
+@pytest.mark.parametrize("kind", [Whole, WholeByBatch])
+@pytest.mark.parametrize("make", [refilled_list, refilled_tensor, parts_of_one_iterator])
+def test_a_sampler_may_fill_its_indices_again(make, kind, before):
+    loader = DataLoader(kind(40, hook=uneven), batch_sampler=Drawing(make))
+    assert vals(on_threads(loader, prefetch_batches=6)) == list(range(0, 40, 2))
+
+
+def test_a_sampler_may_fill_a_single_index_again(before):
+    def indices():
+        index = torch.zeros((), dtype=torch.int64)
+        for i in range(20):
+            yield index.fill_(i)
+
+    loader = DataLoader(Whole(20, hook=uneven), batch_size=None, sampler=Drawing(indices))
+    assert vals(on_threads(loader, prefetch_batches=6)) == list(range(20))
 
 
 def test_pin_memory_of_the_loader_is_its_own_affair(before):
@@ -285,6 +362,64 @@ def test_errors_of_collate_and_sampler(before):
         next(it)
 
 
+def test_indices_that_can_t_be_iterated_are_an_error_and_no_end(before):
+    class Odd:
+        def __iter__(self):
+            raise StopIteration
+
+    it = iter(on_threads(DataLoader(Ramp(9), batch_sampler=[[0], [1], Odd()])))
+    assert vals(itertools.islice(it, 2)) == [0, 1]
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(it)
+
+
+def test_after_an_error_no_more_is_loaded(before):
+    fetched, gate = [], Gate(at=0)
+
+    def hook(i):
+        fetched.append(i)
+        gate(i)
+        if i == 0:
+            raise LookupError
+
+    drawn = []
+
+    def indices():
+        for i in range(1000):
+            drawn.append(i)
+            yield i
+
+    loader = DataLoader(Ramp(1000, hook=hook), batch_size=None, sampler=Drawing(indices))
+    with gate:
+        it = iter(on_threads(loader, 2, prefetch_batches=20))
+        assert eventually(lambda: len(fetched) == 20)  # the other thread's
+        gate.opened.set()
+        with pytest.raises(LookupError):
+            next(it)
+    assert len(fetched) == len(drawn) == 20
+
+
+def test_a_note_names_the_thread_of_its_own_error(before):
+    shared = torch.zeros(4)
+
+    class Data(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            if i == 1:
+                raise LookupError
+            return shared
+
+    it = iter(on_threads(DataLoader(Data(), batch_size=None), prefetch_batches=3))
+    assert eventually(lambda: it._epoch._samples.thread_name is not None)
+    shared.add_(1)  # an error of the hand-over, in this thread
+    with pytest.raises(RuntimeError, match="was written to") as caught:
+        next(it)
+    if HAS_NOTES:
+        assert f"in thread {threading.current_thread().name!r}" in caught.value.__notes__[0]
+
+
 def test_an_error_of_a_thread_s_beginning_arrives(before, monkeypatch):
     from gpuprefetch import _environment
 
@@ -377,6 +512,102 @@ def test_no_batch_is_kept_by_a_thread_that_waits(before):
     assert eventually(lambda: not any(ref() for ref in made), collect=False)
 
 
+@pytest.fixture
+def without_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_nothing_of_the_users_waits_for_a_collection(error, before, without_collection):
+    """After an early end, or an error that is handled, in whatever the threads were doing."""
+
+    class Sample:
+        pass
+
+    made = []
+
+    class Data(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            sample = Sample()
+            made.append(weakref.ref(sample))
+            time.sleep(0.0005 * (i % 3))
+            if error and i == 9:
+                raise LookupError
+            return sample
+
+    for _ in range(30):
+        it = iter(on_threads(DataLoader(Data(), batch_size=2, collate_fn=list)))
+        try:
+            collections.deque(itertools.islice(it, 6), maxlen=0)
+        except LookupError:
+            pass
+        del it
+    assert eventually(lambda: not threads(), collect=False)
+    assert eventually(lambda: not any(ref() is not None for ref in made), collect=False)
+
+
+def test_a_closed_epoch_that_is_kept_keeps_no_batch(before, without_collection):
+    made = []
+
+    class Sample:
+        pass
+
+    class Data(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            sample = Sample()
+            made.append(weakref.ref(sample))
+            return sample
+
+    it = iter(on_threads(DataLoader(Data(), batch_size=None, collate_fn=lambda x: x), 8, prefetch_batches=16))
+    next(it)
+    it.close()
+    assert eventually(lambda: not any(ref() is not None for ref in made), collect=False)
+
+
+def test_stuck_threads_are_one_warning(before):
+    gate = Gate(at=-1)
+    everyone = threading.Barrier(4)
+
+    def hook(i):
+        everyone.wait(20)
+        assert gate.opened.wait(30)
+
+    with gate:
+        it = iter(on_threads(DataLoader(Ramp(8, hook=hook), batch_size=8)))
+        assert eventually(lambda: everyone.n_waiting == 0 and len(threads()) == 5)
+        with pytest.warns(RuntimeWarning, match="not stopped within 2 s, so left behind: threads ") as caught:
+            it.close()
+        (warning,) = caught
+        text = str(warning.message)
+        assert text.count("'gpuprefetch-sample-") == 4 and text.count("in hook") == 1
+
+
+@pytest.mark.process
+def test_exit_joins_a_thread_that_has_come_back(before):
+    code, out, err = script(
+        """
+        release = threading.Event()
+        p = PrefetchIterator(DataLoader(Ramp(64, hook=lambda i: release.wait(30)), batch_size=8), device="cpu",
+                             num_threads=4)
+        it = iter(p)
+        warnings.simplefilter("ignore")
+        it.close()
+        release.set()
+        print("end")
+        """
+    )
+    assert (code, out) == (0, "end\n"), err
+
+
 @pytest.mark.process
 def test_exit_during_an_epoch(before):
     code, out, err = script(
@@ -429,6 +660,17 @@ def test_another_loader_is_iterated_by_one_thread_and_that_is_said(make, reason,
     assert warning.filename == __file__
     it = iter(p)
     assert vals(it) == list(range(5))
+
+
+def test_num_workers_of_something_else_is_no_concern(before):
+    class Batches:
+        num_workers = 2
+
+        def __iter__(self):
+            return iter([torch.tensor([0])])
+
+    with pytest.warns(RuntimeWarning, match="it is no DataLoader"):
+        assert vals(on_threads(Batches())) == [0]
 
 
 def test_workers_and_threads_exclude_each_other():
@@ -542,5 +784,46 @@ def test_sample_threads_share_the_intra_op_threads(before):
         assert inside == [1] * 8
         assert torch.get_num_threads() == 4
         assert within(10, torch.get_num_threads) == 4
+    finally:
+        torch.set_num_threads(mine)
+
+
+def test_a_prefetcher_inside_the_dataset_leaves_new_threads_alone(before):
+    class Nested(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            inner = PrefetchIterator(DataLoader(Ramp(2)), device="cpu")
+            return torch.tensor(vals(inner)), torch.get_num_threads()
+
+    mine = torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        seen = [int(n[0]) for _, n in on_threads(DataLoader(Nested()))]
+        assert seen == [2] * 8
+        assert torch.get_num_threads() == within(10, torch.get_num_threads) == 8
+    finally:
+        torch.set_num_threads(mine)
+
+
+def test_no_thread_of_the_users_sees_another_number_of_intra_op_threads(before):
+    mine, seen, stop = torch.get_num_threads(), [], threading.Event()
+
+    def watch():
+        while not stop.is_set():
+            thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+
+    try:
+        torch.set_num_threads(6)
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        for _ in range(20):
+            list(on_threads(DataLoader(Ramp(8), batch_size=4)))
+        stop.set()
+        watcher.join(20)
+        assert set(seen) == {6}
     finally:
         torch.set_num_threads(mine)
