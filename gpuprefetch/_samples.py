@@ -47,6 +47,9 @@ class Batch:
             del error
 
 
+_NONE_LEFT = object()
+
+
 class _Task(enum.Enum):
     DRAW = enum.auto()
     END = enum.auto()
@@ -158,15 +161,15 @@ class Samples:
         batch = Batch(self._drawn)
         self._drawn += 1
         try:
-            indices = next(self._indices, self)  # not self: a StopIteration out of the indices themselves is an error
-            if indices is not self:
+            indices = next(self._indices, _NONE_LEFT)
+            batch.ended = indices is _NONE_LEFT
+            if not batch.ended:
                 batch.indices = self._own(indices)
-        except BaseException as error:
+        except BaseException as error:  # StopIteration too: it comes from iterating what the sampler gave
             self._fail(batch, error, 0)
             self._put(batch)
             return
-        if indices is self:
-            batch.ended = True
+        if batch.ended:
             self._end_at(batch)
             self._put(batch)
             return
