@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import cells
 import footprint
 import pytest
 import report
@@ -143,6 +144,14 @@ def test_which_rows_run():
     for wrong in ("thread,worker", ","):
         with pytest.raises(SystemExit):
             parse(["--loaders", wrong])
+
+
+def test_every_cell_is_a_command():
+    assert len(cells.cells()) == 12
+    for name, arguments in cells.cells().items():
+        options = throughput.parse_arguments(arguments)
+        assert (options.workload in name, options.step in name, options.sync_every_step) == (True, True, "sync" in name)
+        assert options.loaders == list(rows.ROWS)
 
 
 # --- figures
