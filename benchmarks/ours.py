@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, gathered, row
 from target import Target
 
@@ -32,7 +34,7 @@ def gpuprefetch(loader: Loader, target: Target, prefetch_batches: int) -> Opened
 
 def _nothing_to_copy(target: Target) -> str | None:
     if not target.accelerated:
-        return f"it loads inside next(), and copies nothing on {target.device.type}"
+        return f"on {target.device.type} it is the plain loader: it loads inside next(), and nothing is copied"
     return _not_installed(target)
 
 
@@ -63,6 +65,8 @@ def _sample_threads(count: int) -> None:
     def threads(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
         from gpuprefetch import PrefetchIterator
 
+        # That they share the dataset is what this row is about.
+        warnings.filterwarnings("ignore", "with several num_threads", RuntimeWarning)
         with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=count) as batches:
             yield batches
 

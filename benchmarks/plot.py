@@ -93,7 +93,11 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
         axes.set_yticks(range(len(lanes)), [LANES[name][0] for name in lanes], fontsize=8)
         axes.invert_yaxis()
         axes.set_xlim(0, timeline["shown_ms"])
-        axes.set_title(f"{timeline['name']}: what happens when (numbers are batches)", loc="left", fontsize=10)
+        axes.set_title(
+            f"{timeline['name']}: what happens when, in the middle of an epoch (numbers are batches)",
+            loc="left",
+            fontsize=10,
+        )
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     if panels:

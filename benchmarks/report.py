@@ -129,7 +129,7 @@ def table(result: dict[str, Any]) -> str:
                 _mebibytes(row["device_bytes_above_model"]),
             ]
         )
-    lines += [*_columns(rows), "", *_verdict(result["rows"])]
+    lines += [*_columns(rows), "", *(f"note: {note}" for note in notes), *_verdict(result["rows"])]
     width = max([len(row["name"]) for row in result["rows"]] + [len(row["name"]) for row in result["left_out"]] + [0])
     lines += [f"{row['name'].ljust(width)}  {row['description']}" for row in result["rows"]]
     lines += [f"{row['name'].ljust(width)}  left out: {row['reason']}" for row in result["left_out"]]
@@ -153,19 +153,18 @@ def table(result: dict[str, Any]) -> str:
                 f"!: {row['name']} gave other batches than the plain loader in {len(row['wrong_repeats'])} of "
                 f"{settings['repeats']} repeats: lost, doubled, out of place, or overwritten while in use."
             )
-    lines += [f"note: {note}" for note in notes]
     return "\n".join(lines)
 
 
 def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
     """Two results side by side, row by row, after whatever differs in their settings and environments."""
-    lines = [""]
+    lines = [f"{name}: {setting_line(result['settings'])}" for name, result in (("first", first), ("second", second))]
     for title in ("settings", "environment"):
         for name, value in first[title].items():
             other = second[title].get(name)
             if value != other:
                 lines.append(f"{name}: {value}  ->  {other}")
-    cells = [["row", "ms a step", "[min .. max]", "ms a step", "[min .. max]", "ratio", ""]]
+    cells = [["row", "first: ms", "[min .. max]", "second: ms", "[min .. max]", "ratio", ""]]
     others = {row["name"]: row for row in second["rows"]}
     for row in first["rows"]:
         if (other := others.get(row["name"])) is None:

@@ -291,6 +291,8 @@ class LoaderThreadEpoch(Epoch):
 class SampleThreadsEpoch(LoaderThreadEpoch):
     """num_threads=N: as with one, but the loader's next batch comes from N threads that fetch its samples."""
 
+    _ADVICE = "; several threads share the dataset, and num_threads=1 is one"
+
     def __init__(
         self,
         source: Source,

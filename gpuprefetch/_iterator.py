@@ -54,8 +54,9 @@ class PrefetchIterator:
             interleaves with what the loop draws on the CPU. More, up to 256, fetch and collate the samples of a
             DataLoader's map-style dataset, which they share: dataset and ``collate_fn`` must stand being used by
             several threads at once and must not fill one buffer again and again, and what they draw from global
-            generators is no longer repeatable. Order and errors are those of one thread. Any other loader is iterated
-            by one thread, with a warning. 0 loads on the calling thread, inside ``next()``,
+            generators is no longer repeatable. Order and errors are those of one thread. The threads are new in each
+            epoch. The loader's ``num_workers`` must be 0; one that is no such DataLoader is iterated by one thread,
+            with a warning. 0 loads on the calling thread, inside ``next()``,
             for datasets that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead
             (so a sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded
             it).
@@ -63,8 +64,8 @@ class PrefetchIterator:
         pinned_bytes: size limit, in bytes, of the pinned host buffer that all copies to this device go through, however
             large a batch is; rounded down to a power of two. One buffer serves all objects of the process: the largest
             value among the open ones counts. Default 64 MiB; below 1 MiB copies leave from pageable memory.
-        timeout: seconds that ``next()`` waits for a batch before it raises TimeoutError. 0 waits for ever. The batch
-            may still come: call ``next()`` again.
+        timeout: seconds that ``next()`` waits for our threads before it raises TimeoutError. 0 waits for ever. The
+            batch may still come: call ``next()`` again. What ``num_threads=0`` loads inside ``next()`` takes its time.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above.
