@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, gathered, row
 from target import Target
@@ -18,58 +19,45 @@ def _not_installed(target: Target) -> str | None:
     return None
 
 
-@row(
-    "gpuprefetch",
-    "PrefetchIterator(loader), one loader thread and the copying threads",
-    bound=GATHERED,
-    loads_beside=True,
-    missing=_not_installed,
-)
-def gpuprefetch(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-    from gpuprefetch import PrefetchIterator
-
-    with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=1) as batches:
-        yield batches
-
-
 def _nothing_to_copy(target: Target) -> str | None:
     if not target.accelerated:
         return f"on {target.device.type} it is the plain loader: it loads inside next(), and nothing is copied"
     return _not_installed(target)
 
 
-@row(
+def _with_threads(count: int) -> Callable[[Loader, Target, int], Opened]:
+    def prefetched(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+        from gpuprefetch import PrefetchIterator
+
+        # That they share the dataset is what the rows with several are about.
+        warnings.filterwarnings("ignore", "with several num_threads", RuntimeWarning)
+        with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=count) as batches:
+            yield batches
+
+    return prefetched
+
+
+row(
+    "gpuprefetch",
+    "PrefetchIterator(loader), one loader thread and the copying threads",
+    bound=GATHERED,
+    loads_beside=True,
+    missing=_not_installed,
+)(_with_threads(1))
+row(
     "gpuprefetch0",
     "PrefetchIterator(loader, num_threads=0), loads inside next(), copies ahead",
     bound=GATHERED,
     bound_in_sync=GATHERED_BESIDE_COMPUTE,
     loads_beside=False,
     missing=_nothing_to_copy,
-)
-def gpuprefetch0(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-    from gpuprefetch import PrefetchIterator
-
-    with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=0) as batches:
-        yield batches
-
-
-def _sample_threads(count: int) -> None:
-    @row(
-        f"gpuprefetch{count}",
-        f"PrefetchIterator(loader, num_threads={count}), samples on {count} threads",
-        bound=gathered(count),
+)(_with_threads(0))
+for _count in (4, 8):
+    row(
+        f"gpuprefetch{_count}",
+        f"PrefetchIterator(loader, num_threads={_count}), samples on {_count} threads",
+        bound=gathered(_count),
         loads_beside=True,
         default=False,
         missing=_not_installed,
-    )
-    def threads(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-        from gpuprefetch import PrefetchIterator
-
-        # That they share the dataset is what this row is about.
-        warnings.filterwarnings("ignore", "with several num_threads", RuntimeWarning)
-        with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=count) as batches:
-            yield batches
-
-
-for _count in (4, 8):
-    _sample_threads(_count)
+    )(_with_threads(_count))

@@ -55,9 +55,9 @@ class Kernels(Step):
 
 
 class KernelsThenPython(Kernels):
-    """The same, and after the launches a loop that holds the GIL for some milliseconds, as metrics and logging do."""
+    """The same, and after the launches a loop that holds the GIL, as metrics and logging do."""
 
-    LOOPS = 80_000  # about 5 ms
+    LOOPS = 80_000
 
     def __init__(self, target: Target, size: int = Kernels.SIZE) -> None:
         super().__init__(target, size)

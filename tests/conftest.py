@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,6 +25,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             extension()
         except ImportError as error:
             pytest.fail(f"GPUPREFETCH_REQUIRE_GPU=1, and the compiled module can't be used: {error}", pytrace=False)
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -51,14 +51,6 @@ def before():
 
 
 @pytest.fixture
-def without_collection():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.fixture
 def hasty(monkeypatch):
     """A thread in the user's code is waited for 0.3 s."""
     monkeypatch.setattr(_threads, "JOIN_SECONDS", 0.3)
@@ -551,7 +543,7 @@ slow_reached = threading.Event()
 def slow_hook(i):
     if i:
         slow_reached.set()
-        time.sleep(0.3)
+        time.sleep(0.3)  # load
 data = TensorDataset(torch.randn(4096, 64))
 zero = iter(PrefetchIterator(DataLoader(data, batch_size=8), device="cpu", num_threads=0))
 one = iter(PrefetchIterator(DataLoader(data, batch_size=8), device="cpu", num_threads=1))

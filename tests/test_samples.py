@@ -17,7 +17,7 @@ import torch
 from loaders import Gate, Ramp, eventually, lists, script, threads, vals, within
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, default_collate
 
-from gpuprefetch import PrefetchIterator, _iterator
+from gpuprefetch import PrefetchIterator, _arguments
 
 windows = pytest.mark.windows  # on some: under wine each takes its time
 
@@ -81,7 +81,7 @@ def test_one_thread_never_fetches_two_samples_at_once():
         if not busy.acquire(blocking=False):
             clashes.append(i)
             return
-        time.sleep(0.001)
+        time.sleep(0.001)  # load
         busy.release()
 
     list(PrefetchIterator(DataLoader(Ramp(20, hook=hook), batch_size=2), device="cpu"))
@@ -104,7 +104,7 @@ def test_loading_runs_no_further_ahead_than_asked(ahead, before):
 
 
 def uneven(i):
-    time.sleep(0.002 * ((7 * i) % 5))
+    time.sleep(0.002 * ((7 * i) % 5))  # load
 
 
 @windows
@@ -184,7 +184,7 @@ def test_the_sampler_is_drawn_from_by_one_thread_at_a_time_and_in_order(before):
             if not busy.acquire(blocking=False):
                 clashes.append(i)
             drawn_in.append(threading.get_ident())
-            time.sleep(0.001)
+            time.sleep(0.001)  # load
             busy.release()
             yield i
 
@@ -495,36 +495,37 @@ def test_close_waits_for_the_sample_that_is_being_fetched(before):
     assert len(fetched) < 64  # each thread ended after the sample it was at
 
 
-def test_no_batch_is_kept_by_a_thread_that_waits(before):
-    class Sample(torch.Tensor):
+class Watched(Dataset):
+    """Counts those of its samples that are alive."""
+
+    class Sample:
         pass
 
-    made = []
+    def __init__(self, n, hook=lambda i: None):
+        self.n, self.hook, self.made = n, hook, []
 
-    class Data(Dataset):
-        def __len__(self):
-            return 40
+    def __len__(self):
+        return self.n
 
-        def __getitem__(self, i):
-            sample = torch.zeros(4).as_subclass(Sample)
-            made.append(weakref.ref(sample))
-            return sample
+    def __getitem__(self, i):
+        sample = self.Sample()
+        self.made.append(weakref.ref(sample))
+        self.hook(i)
+        return sample
 
-    it = iter(on_threads(DataLoader(Data(), batch_size=4, collate_fn=list), prefetch_batches=1))
+    def alive(self):
+        return sum(ref() is not None for ref in self.made)
+
+
+def test_no_batch_is_kept_by_a_thread_that_waits(before):
+    data = Watched(40)
+    it = iter(on_threads(DataLoader(data, batch_size=4, collate_fn=list), prefetch_batches=1))
     for _ in range(3):
         next(it)
-    assert eventually(lambda: sum(ref() is not None for ref in made) == 4, collect=False)  # the one that is ahead
+    assert eventually(lambda: data.alive() == 4, collect=False)  # the one that is ahead
     it.close()
     del it
-    assert eventually(lambda: not any(ref() for ref in made), collect=False)
-
-
-@pytest.fixture
-def without_collection():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    assert eventually(lambda: data.alive() == 0, collect=False)
 
 
 @windows
@@ -532,53 +533,29 @@ def without_collection():
 def test_nothing_of_the_users_waits_for_a_collection(error, before, without_collection):
     """After an early end, or an error that is handled, in whatever the threads were doing."""
 
-    class Sample:
-        pass
+    def hook(i):
+        time.sleep(0.0005 * (i % 3))  # load
+        if error and i == 9:
+            raise LookupError
 
-    made = []
-
-    class Data(Dataset):
-        def __len__(self):
-            return 64
-
-        def __getitem__(self, i):
-            sample = Sample()
-            made.append(weakref.ref(sample))
-            time.sleep(0.0005 * (i % 3))
-            if error and i == 9:
-                raise LookupError
-            return sample
-
+    data = Watched(64, hook)
     for _ in range(30):
-        it = iter(on_threads(DataLoader(Data(), batch_size=2, collate_fn=list)))
+        it = iter(on_threads(DataLoader(data, batch_size=2, collate_fn=list)))
         try:
             collections.deque(itertools.islice(it, 6), maxlen=0)
         except LookupError:
             pass
         del it
     assert eventually(lambda: not threads(), collect=False)
-    assert eventually(lambda: not any(ref() is not None for ref in made), collect=False)
+    assert eventually(lambda: data.alive() == 0, collect=False)
 
 
 def test_a_closed_epoch_that_is_kept_keeps_no_batch(before, without_collection):
-    made = []
-
-    class Sample:
-        pass
-
-    class Data(Dataset):
-        def __len__(self):
-            return 64
-
-        def __getitem__(self, i):
-            sample = Sample()
-            made.append(weakref.ref(sample))
-            return sample
-
-    it = iter(on_threads(DataLoader(Data(), batch_size=None, collate_fn=lambda x: x), 8, prefetch_batches=16))
+    data = Watched(64)
+    it = iter(on_threads(DataLoader(data, batch_size=None, collate_fn=lambda x: x), 8, prefetch_batches=16))
     next(it)
     it.close()
-    assert eventually(lambda: not any(ref() is not None for ref in made), collect=False)
+    assert eventually(lambda: data.alive() == 0, collect=False)
 
 
 def test_stuck_threads_are_one_warning(before):
@@ -624,7 +601,7 @@ def test_exit_during_an_epoch_and_with_threads_that_have_come_back(before):
 
 
 def test_that_the_dataset_is_shared_is_said_once(before):
-    _iterator._warn_of_sharing.cache_clear()
+    _arguments._warn_of_sharing.cache_clear()
     loader = DataLoader(Ramp(4))
     with pytest.warns(RuntimeWarning, match="used by several threads at once") as caught:
         for n in (0, 1, 2, 3, 2):

@@ -1,0 +1,138 @@
+"""What the arguments of the public class may be. Errors name the argument, the value and what is allowed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import numbers
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from gpuprefetch._environment import driver_library
+from gpuprefetch._source import why_one_thread
+
+_MOST_THREADS = 256
+
+
+def checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
+    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+        raise TypeError(f"loader must be an iterable of batches, not {type(loader).__name__}")
+    return loader
+
+
+def checked_int(name: str, value: int, least: int, most: int) -> int:
+    allowed = f"an integer from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be {allowed}, not {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be {allowed}, not {value!r}")
+    return int(value)
+
+
+def checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
+    num_threads = checked_int("num_threads", num_threads, 0, _MOST_THREADS)
+    if num_threads < 2:
+        return num_threads
+    reason = why_one_thread(loader)
+    if reason is None:
+        if num_workers := getattr(loader, "num_workers", 0):
+            raise ValueError(
+                f"num_threads={num_threads} and the loader's num_workers={num_workers} exclude each other: set one to 0"
+            )
+        _warn_of_sharing()
+        return num_threads
+    warnings.warn(
+        f"num_threads={num_threads}, but one thread iterates this loader: {reason}", RuntimeWarning, stacklevel=3
+    )
+    return 1
+
+
+@functools.cache
+def _warn_of_sharing() -> None:
+    warnings.warn(
+        "with several num_threads the dataset is used by several threads at once: it must stand that (a file, database "
+        "or model that it holds too). Each object that does not needs a lock, or one for each thread",
+        RuntimeWarning,
+        stacklevel=4,  # whoever makes the PrefetchIterator
+    )
+
+
+def checked_skip_keys(skip_keys: Collection[Any]) -> frozenset[Any]:
+    if isinstance(skip_keys, (str, bytes)) or not isinstance(skip_keys, Collection):
+        raise TypeError(f"skip_keys must be a collection of mapping keys, such as a list, not {skip_keys!r}")
+    try:
+        return frozenset(skip_keys)
+    except TypeError as error:
+        raise TypeError(f"skip_keys must hold mapping keys, which are hashable, not {skip_keys!r}: {error}") from None
+
+
+def checked_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout must be a number of seconds, 0 for none, not {timeout!r}")
+    if not 0 <= timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout must be at least 0 seconds and at most {threading.TIMEOUT_MAX:.0f}, not {timeout!r}")
+    return float(timeout)
+
+
+def checked_device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return _default_device()
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"device must be a torch.device, a string, an index or None, not {device!r}")
+    try:
+        no_accelerator = torch.accelerator.current_accelerator() is None  # to which an index would belong
+        chosen = torch.device("cuda", device) if isinstance(device, int) and no_accelerator else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device must name a torch device, such as 'cuda:0' or 'cpu', not {device!r}: {error}"
+        ) from None
+    if chosen.type != "cuda":
+        return _checked_other_device(chosen)
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
+        raise RuntimeError(
+            f"device {device!r} was asked for, but {why}: install what it needs (pytorch.org), or leave device out "
+            "to run on the CPU"
+        )
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device {device!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def _checked_other_device(device: torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        raise RuntimeError(
+            f"device {str(device)!r} was asked for, but can't be used here: {str(error).splitlines()[0]}"
+        ) from error
+    return device
+
+
+def _default_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        return checked_device(accelerator.type)
+    if torch.version.cuda is None and torch.version.hip is None:
+        _warn_if_nvidia_driver()
+    return torch.device("cpu")
+
+
+@functools.cache
+def _warn_if_nvidia_driver() -> None:
+    load: Callable[[str], object] = ctypes.CDLL
+    try:
+        load(driver_library())
+    except OSError:
+        return
+    warnings.warn(
+        "this machine has an NVIDIA driver, but this torch is built without CUDA, so batches stay on the CPU: install "
+        'a CUDA build of torch (see pytorch.org), or pass device="cpu" to say that the CPU is meant',
+        RuntimeWarning,
+        stacklevel=5,  # whoever makes the PrefetchIterator
+    )
