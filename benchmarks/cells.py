@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-REPEATS = {"memory": 7, "jpeg": 3, "python": 5}  # fewer where a step takes longer
+REPEATS = {"memory": 5, "jpeg": 3, "python": 3}  # fewer where a step takes longer
 STEPS = ("kernels", "resnet50")
 
 

@@ -58,6 +58,7 @@ def run(
         resident = ResidentBatches(loader, target, plan.steps)
         for row in rows:
             progress.set_description(f"untimed: {row.name}")
+            target.restore_intra_op_threads()
             before = footprint.read_released(target)
             try:
                 sources[row.name] = open_rows.enter_context(row.make(loader, target, prefetch_batches))
@@ -82,6 +83,7 @@ def run(
             for cell in cells:
                 progress.set_description(f"repeat {repeat + 1}/{plan.repeats}: {cell}")
                 gc.collect()
+                target.restore_intra_op_threads()
                 _bring_to_speed(resident, plan, target)
                 if cell == TRANSPORT:
                     transports.append(time_transport(loader, target))

@@ -42,7 +42,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     timelines = result["timelines"]
     heights = [0.4 * len(parts), 0.62 * len(rows), *(0.3 * len(timeline["lanes"]) + 0.3 for timeline in timelines)]
     figure, (above, below, *panels) = pyplot.subplots(
-        len(heights), 1, figsize=(11, 3.4 + sum(heights) + 0.35 * len(timelines)), height_ratios=heights
+        len(heights),
+        1,
+        figsize=(11, 3.4 + sum(heights) + 0.35 * len(timelines)),
+        height_ratios=heights,
+        layout="constrained",
     )
     above.sharex(below)
     _bars(above, [PART_LABELS[name] for name in parts], list(parts.values()), [PARTS] * len(parts))
@@ -69,7 +73,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     _timelines(panels, timelines)
 
     figure.suptitle(_title(result), fontsize=9, x=0.01, ha="left")
-    figure.tight_layout()
     figure.savefig(path, dpi=130, format="png")
     pyplot.close(figure)
 
@@ -145,7 +148,7 @@ def _bars(
             zorder=4,
         )
     axes.set_yticks(list(positions), labels, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

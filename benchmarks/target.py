@@ -34,6 +34,7 @@ class Target:
         self.device = device
         self.accelerated = device.type != "cpu"
         self.streams: ModuleType | None = None
+        self._intra_op_threads = torch.get_num_threads()
         if self.accelerated:
             module = torch.get_device_module(device)
             if device.type in ("cuda", "xpu"):
@@ -57,6 +58,12 @@ class Target:
     def seconds_between(self, earlier: Any, later: Any) -> float:
         """By the device's clock where it has events. Call it after a `synchronize`."""
         return later - earlier if self.streams is None else float(earlier.elapsed_time(later)) * 1e-3
+
+    def restore_intra_op_threads(self) -> None:
+        """Give threads that start from now on torch's number of threads for one operation again. Who sets another one
+        for a single thread, as a DataLoader with workers and torchdata do where they pin, sets it for later threads
+        too: a row that starts some after them would copy at a fraction of its speed."""
+        torch.set_num_threads(self._intra_op_threads)
 
     def memory_stat(self, name: str) -> int | None:
         """One figure of CUDA's caching allocator, in bytes; None on other devices."""

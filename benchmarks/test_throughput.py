@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,31 @@ def test_a_row_that_holds_memory_shows_it(loader, target, plan):
     rows_measured = run(plan, [a_row(lambda x: x, "plain"), a_row(holding, "large")], loader, target, 2, False)["rows"]
     plain, large = (row["host_bytes"] for row in rows_measured)
     assert large - plain >= 60 << 20
+
+
+def test_a_row_can_t_change_the_threads_of_the_next(loader, plan):
+    before = torch.get_num_threads()
+    seen = []
+
+    def in_new_thread(call):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    def pins(batches):  # as torch's thread does that pins
+        in_new_thread(lambda: torch.set_num_threads(1))
+        return batches
+
+    def looks(batches):
+        in_new_thread(lambda: seen.append(torch.get_num_threads()))
+        return batches
+
+    torch.set_num_threads(3)
+    try:
+        run(plan, [a_row(pins, "pins"), a_row(looks, "looks")], loader, Target(torch.device("cpu")), 2, False)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 3, 3]  # untimed, and two repeats
 
 
 def test_a_peer_that_fails_is_left_out_and_ours_is_not(loader, target, plan):

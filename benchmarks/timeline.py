@@ -17,8 +17,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 LANES = ("load", "stage", "copy", "compute")
 ROWS = ("dataloader", "thread", "gpuprefetch")  # those that load in this process, one batch after the other
-BATCHES = 32
-SKIPPED = 6  # batches, until the queues have filled
+BATCHES = 48
+SKIPPED = 16  # batches, until the queues have filled and the profiler has its memory
 SHOWN_STEPS = 4  # of the slowest row
 
 Span = tuple[float, float]  # begin and end, in ms since the first batch shown was begun to be computed
@@ -66,6 +66,7 @@ def _trace(
         _timed_loading(loading),
         profile(activities=activities) if traces_copies else nullcontext() as profiler,
     ):
+        target.restore_intra_op_threads()
         target.synchronize()
         with record_function("origin"):  # both clocks at one moment, and the device's: it is idle
             origin, origin_mark = time.perf_counter(), target.mark()
