@@ -77,6 +77,24 @@ def draw(result: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_timelines(result: dict[str, Any], path: Path) -> None:
+    """Write a PNG of the timelines alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timelines = result["timelines"]
+    heights = [0.3 * len(timeline["lanes"]) + 0.7 for timeline in timelines]
+    figure, panels = pyplot.subplots(
+        len(timelines), 1, figsize=(11, 0.9 + sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    _timelines(list(panels[:, 0]), timelines)
+    figure.suptitle(_title(result), fontsize=8, x=0.01, ha="left")
+    figure.savefig(path, dpi=130, format="png")
+    pyplot.close(figure)
+
+
 def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
     """One panel a row, all over the same time. A batch keeps its number, so that the eye can follow it downwards."""
     for axes, timeline in zip(panels, timelines, strict=True):

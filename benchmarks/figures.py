@@ -1,0 +1,187 @@
+"""Puts the figures of benchmarks/results into README.md and docs/, between the marks that are there for them.
+
+python benchmarks/figures.py            # after new results
+python benchmarks/figures.py --check    # exit status 1 where a page does not say what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from report import setting_line
+from target import headline
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/performance.md")
+LANES = ("memory-kernels", "docs/lanes.png")  # the cell whose timeline docs/how-it-works.md shows, and where it goes
+
+BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w -]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+COLUMNS = {  # of README's table: cell and heading
+    "memory-kernels": "ready samples, GPU-bound step",
+    "memory-kernels-sync": "the same, waited for",
+    "jpeg-kernels": "JPEG, GPU-bound step",
+    "python-kernels": "pure Python, GPU-bound step",
+    "memory-resnet50": "ready samples, ResNet-50",
+}
+README_ROWS = {
+    "dataloader": "`DataLoader`, 0 workers, `.to`",
+    "pinned": "+ `pin_memory`, `non_blocking`",
+    "thread": "one background thread that pins and copies",
+    "workers8": "`DataLoader`, 8 worker processes, pinned",
+    "gpuprefetch": "**gpuprefetch**",
+    "gpuprefetch0": "**gpuprefetch**, `num_threads=0`",
+    "gpuprefetch8": "**gpuprefetch**, `num_threads=8`",
+}
+
+
+class Unwritable(Exception):
+    """A page and the results do not fit together; the text says where."""
+
+
+def read(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def cells() -> dict[str, dict[str, Any]]:
+    """Every result of throughput.py that is there, by the name of its file."""
+    named = {path.stem: read(path.stem) for path in sorted(RESULTS.glob("*.json"))}
+    return {name: result for name, result in named.items() if result["benchmark"] == "throughput"}
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table, the first line its head."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|" + " --- |" * len(lines[0]), *body])
+
+
+def paragraph(*sentences: str) -> str:
+    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def steps() -> str:
+    """README's table: ms a step, of a few rows in a few cells."""
+    results = {heading: cells()[name] for name, heading in COLUMNS.items() if name in cells()}
+    lines = [["ms a step", *results]]
+    lines.append(["compute alone, on the device", *(one_digit(r["parts_ms"]["compute"]) for r in results.values())])
+    for name, label in README_ROWS.items():
+        lines.append(
+            [label, *(one_digit(row["ms_per_step"]) if (row := find(r, name)) else "" for r in results.values())]
+        )
+    return markdown(lines)
+
+
+def one_digit(figure: dict[str, Any]) -> str:
+    return f"{figure['median']:.1f}"
+
+
+def find(result: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((row for row in result["rows"] if row["name"] == name), None)
+
+
+def cell(name: str) -> str:
+    """docs/performance.md: everything that one run says of its rows."""
+    result = read(name)
+    parts = ", ".join(f"{part} {figure['median']:.1f}" for part, figure in result["parts_ms"].items())
+    lines = [["row", "ms a step", "lowest to highest", "x bound", "waited", "first ms", "host", "pinned", "device"]]
+    for row in result["rows"]:
+        wrong = len(row["wrong_repeats"])
+        step = row["ms_per_step"]
+        lines.append(
+            [
+                f"**{row['name']}**" if row["ours"] else row["name"] + f" (wrong in {wrong})" * bool(wrong),
+                f"{step['median']:.2f}",
+                f"{step['low']:.2f} to {step['high']:.2f}",
+                f"{row['multiple_of_bound']['median']:.2f}",
+                f"{row['waited_share']['median']:.0%}",
+                f"{row['first_batch_ms']['median']:.0f}",
+                *(mebibytes(row[key]) for key in ("host_bytes", "pinned_bytes", "device_bytes_above_model")),
+            ]
+        )
+    files = f"[JSON](../benchmarks/results/{name}.json), [picture](../benchmarks/results/{name}.png)"
+    said = [f"ms a batch, each part alone: {parts}.", *(f"Note: {note}." for note in result["notes"]), f"{files}."]
+    return f"{paragraph(setting_line(result['settings']) + '.', *said)}\n\n{markdown(lines)}"
+
+
+def mebibytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f}"
+
+
+def machine() -> str:
+    """Where all cells were measured. Raises Unwritable if that is more than one kind of machine."""
+    kinds = {tuple(headline(result["environment"])) for result in cells().values()}
+    described = {(device, software.rsplit(", ", 1)[0]) for device, software in kinds}  # without the kernel's build
+    if len(described) != 1:
+        raise Unwritable(f"the cells come from machines that differ: {sorted(described)}")
+    return paragraph("; ".join(described.pop()) + ".")
+
+
+def calls() -> str:
+    handover, memory = read("handover"), read("memory")
+    took, size = handover["next_us"], memory["peak"]["batches_above_own"]
+    return paragraph(
+        f"With a batch ready, `next()` takes {took['median']:.0f} us (median of {handover['settings']['calls']}; p99 "
+        f"{took['p99']:.0f} us).",
+        f"Device memory above the loop's own: {max(size.values()):.1f} batches.",
+        f"Pinned memory: {memory['growth']['last']['pinned_bytes'] >> 20} MiB.",
+    )
+
+
+def block(name: str) -> str:
+    """What belongs into the block of this name. Raises Unwritable for a name that stands for nothing."""
+    if name.startswith("cell "):
+        return cell(name.removeprefix("cell "))
+    writers: dict[str, Callable[[], str]] = {"steps": steps, "calls": calls, "machine": machine}
+    if name not in writers:
+        raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")
+    return writers[name]()
+
+
+def written(text: str) -> str:
+    """The text of a page, its blocks filled."""
+    marks = text.count("<!-- figures: ")
+    filled, found = BLOCK.subn(lambda match: f"{match[1]}{block(match['name'])}\n{match[3]}", text)
+    if found != marks:
+        raise Unwritable(f"of {marks} blocks of figures {found} have an end")
+    return filled
+
+
+def draw_lanes() -> None:
+    from plot import draw_timelines
+
+    name, picture = LANES
+    draw_timelines(read(name), ROOT / picture)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    old = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+    try:
+        new = {name: written(text) for name, text in old.items()}
+    except Unwritable as error:
+        print(f"figures.py: {error}", file=sys.stderr)
+        return 1
+    changed = [name for name in PAGES if new[name] != old[name]]
+    if options.check:
+        for name in changed:
+            print(f"figures.py: {name} does not say what benchmarks/results says", file=sys.stderr)
+        return 1 if changed else 0
+    for name in changed:
+        (ROOT / name).write_text(new[name], encoding="utf-8", newline="\n")
+    draw_lanes()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
