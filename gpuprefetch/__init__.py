@@ -1,6 +1,7 @@
 """Load, copy and compute at the same time, in one process."""
 
 from gpuprefetch._iterator import PrefetchIterator
+from gpuprefetch._seeds import sample_generator, sample_rng
 
-__all__ = ["PrefetchIterator"]
+__all__ = ["PrefetchIterator", "sample_generator", "sample_rng"]
 __version__ = "0.1.0"

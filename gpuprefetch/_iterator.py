@@ -24,10 +24,12 @@ from gpuprefetch._copy_lane import CopyLane
 from gpuprefetch._environment import Environment
 from gpuprefetch._epoch import CallingThreadEpoch, Epoch, LoaderThreadEpoch, SampleThreadsEpoch
 from gpuprefetch._lanes import HostLane, Lane, ToLane
+from gpuprefetch._seeds import Seeds
 from gpuprefetch._source import Source
 
 _MOST_BATCHES = 10_000
 _MOST_PINNED_BYTES = 1 << 40
+_LARGEST_SEED = (1 << 64) - 1
 
 
 class PrefetchIterator:
@@ -64,6 +66,12 @@ class PrefetchIterator:
             (so a sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded
             it).
         skip_keys: keys of mappings, at any depth, whose values stay as they are.
+        seed: 0 to 2**64 - 1, or None. Makes the order of an epoch, and what ``sample_generator()`` and ``sample_rng()``
+            give in ``dataset[i]``, depend on it and on the number of the epoch alone, for any ``num_threads``: each
+            ``iter()`` counts one up from 0, ``set_epoch(n)`` makes the next one number n. With ``num_threads=0`` the
+            same holds for what dataset and ``collate_fn`` draw from the global generators of Python, NumPy and torch's
+            CPU, whose states are the loop's own again afterwards. A loader with a generator of its own takes its order
+            from that. By None the order is the plain loader's.
         pinned_bytes: size limit, in bytes, of the pinned host buffer that all copies to this device go through, however
             large a batch is; rounded down to a power of two. One buffer serves all objects of the process: the largest
             value among the open ones counts. Default 64 MiB; below 1 MiB copies leave from pageable memory.
@@ -86,9 +94,11 @@ class PrefetchIterator:
         "_implicit",
         "_loader",
         "_lock",
+        "_next_epoch",
         "_num_threads",
         "_pinned_bytes",
         "_prefetch_batches",
+        "_seed",
         "_share",
         "_skip_keys",
         "_timeout",
@@ -102,6 +112,7 @@ class PrefetchIterator:
         prefetch_batches: int = 2,
         num_threads: int = 1,
         skip_keys: Collection[Any] = (),
+        seed: int | None = None,
         pinned_bytes: int | None = None,
         timeout: float = 0,
     ) -> None:
@@ -109,6 +120,8 @@ class PrefetchIterator:
         self._prefetch_batches = checked_int("prefetch_batches", prefetch_batches, 1, _MOST_BATCHES)
         self._num_threads = checked_threads(num_threads, self._loader)
         self._skip_keys = checked_skip_keys(skip_keys)
+        self._seed = None if seed is None else checked_int("seed", seed, 0, _LARGEST_SEED)
+        self._next_epoch = 0
         self._pinned_bytes = (
             DEFAULT_PINNED_BYTES
             if pinned_bytes is None
@@ -169,7 +182,10 @@ class PrefetchIterator:
 
     def set_epoch(self, epoch: int) -> None:
         """Calls ``set_epoch(epoch)`` of the loader, its sampler, batch sampler, that one's sampler, and its dataset:
-        of whichever have one. Takes effect with the next epoch: nothing of it is loaded before ``iter()``."""
+        of whichever have one. Takes effect with the next epoch: nothing of it is loaded before ``iter()``. With a
+        ``seed`` that one has this number."""
+        if self._seed is not None:
+            self._next_epoch = checked_int("epoch", epoch, 0, _LARGEST_SEED)
         if isinstance(self._loader, PrefetchIterator):  # forwards what it wraps, and would reach everything twice
             self._loader.set_epoch(epoch)
             return
@@ -224,7 +240,9 @@ class PrefetchIterator:
                 iterator.close()
         share = self._open()
         lane = self._lane(share)
-        source = Source(self._loader, lane.collate, self._num_threads)
+        seeds = None if self._seed is None else Seeds(self._seed, self._next_epoch)
+        source = Source(self._loader, lane.collate, self._num_threads, seeds)
+        self._next_epoch += 1
         environment = Environment(self._device)
         epoch: Epoch
         if source.samples is not None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, _utils
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from gpuprefetch._samples import Batch, Samples
+from gpuprefetch._seeds import SeededDataset, Seeds
 
 Collate = Callable[[Any], Any]
 
@@ -23,25 +24,33 @@ class Source:
     thread, the second would interleave with what the caller draws meanwhile.
 
     ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch. With several
-    ``num_threads`` the samples come from ``samples``; the threads for it are the caller's to make.
+    ``num_threads`` the samples come from ``samples``; the threads for it are the caller's to make. With none, ``seeds``
+    seed what a batch draws from the global generators: only then nothing else draws from them meanwhile.
     """
 
     def __init__(
-        self, loader: Iterable[Any], adapt_collate: Callable[[Collate], Collate], num_threads: int = 1
+        self,
+        loader: Iterable[Any],
+        adapt_collate: Callable[[Collate], Collate],
+        num_threads: int = 1,
+        seeds: Seeds | None = None,
     ) -> None:
-        self._iterator = iter(loader)
+        self._seeds_each_batch = seeds if num_threads == 0 else None
+        self._numbers = itertools.count()
+        self._iterator = _begun(loader) if seeds is None else seeds.call("order", _begun, loader)
         self._is_the_users = self._iterator is loader
         self.samples: Samples | None = None
         if isinstance(self._iterator, _SingleProcessDataLoaderIter):
-            _draw_first_index(self._iterator)
             # A subclass may look at what its fetcher gives.
             is_torchs_own = type(self._iterator) is _SingleProcessDataLoaderIter
-            _own_fetcher(self._iterator, adapt_collate if is_torchs_own else _as_it_is)
+            _own_fetcher(self._iterator, adapt_collate if is_torchs_own else _as_it_is, seeds)
             if num_threads > 1 and is_torchs_own:
                 self.samples = _spread(self._iterator, num_threads)
 
     def __next__(self) -> Any:
-        return next(self._iterator)
+        if self._seeds_each_batch is None:
+            return next(self._iterator)
+        return self._seeds_each_batch.call(next(self._numbers), next, self._iterator)
 
     def close(self) -> None:
         """Drops the iterator. A generator or nested prefetcher that ``iter()`` made is closed first: it need not wait
@@ -64,6 +73,13 @@ def why_one_thread(loader: Iterable[Any]) -> str | None:
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         return f"{kind.__name__} iterates in a way of its own"
     return None
+
+
+def _begun(loader: Iterable[Any]) -> Iterator[Any]:
+    iterator = iter(loader)
+    if isinstance(iterator, _SingleProcessDataLoaderIter):
+        _draw_first_index(iterator)
+    return iterator
 
 
 def _spread(source: _SingleProcessDataLoaderIter, num_threads: int) -> Samples | None:
@@ -100,8 +116,11 @@ def _raise(errors: list[BaseException]) -> Iterator[Any]:
     yield
 
 
-def _own_fetcher(source: _SingleProcessDataLoaderIter, adapt_collate: Callable[[Collate], Collate]) -> None:
-    """Adapts the collate function, and turns StopIteration out of ``dataset[i]`` or ``collate_fn`` into an error.
+def _own_fetcher(
+    source: _SingleProcessDataLoaderIter, adapt_collate: Callable[[Collate], Collate], seeds: Seeds | None
+) -> None:
+    """Adapts the collate function, seeds samples, and turns StopIteration out of ``dataset[i]`` or ``collate_fn`` into
+    an error.
 
     The loader would take that for the end. On the epoch's own fetcher, never on the user's loader.
     """
@@ -109,6 +128,8 @@ def _own_fetcher(source: _SingleProcessDataLoaderIter, adapt_collate: Callable[[
     if getattr(fetcher, "auto_collation", False):
         fetcher.collate_fn = adapt_collate(fetcher.collate_fn)
     if isinstance(fetcher, _utils.fetch._MapDatasetFetcher):
+        if seeds is not None:
+            fetcher.dataset = SeededDataset(fetcher.dataset, seeds)
         # The class's function, bound weakly: a fetcher that held its own method would be freed by collections only.
         fetch = functools.partial(type(fetcher).fetch, weakref.proxy(fetcher))
         fetcher.fetch = _without_stop_iteration(fetch)  # type: ignore[method-assign]

@@ -50,6 +50,11 @@ WRONG = [
     ("skip_keys", 5, TypeError, "a collection of mapping keys, such as a list"),
     ("skip_keys", None, TypeError, "a collection of mapping keys, such as a list"),
     ("skip_keys", [["label"]], TypeError, "mapping keys"),
+    ("seed", -1, ValueError, "an integer from 0 to 18446744073709551615"),
+    ("seed", 1 << 64, ValueError, "an integer from 0 to 18446744073709551615"),
+    ("seed", 1.0, TypeError, "an integer from 0 to 18446744073709551615"),
+    ("seed", "5", TypeError, "an integer from 0 to 18446744073709551615"),
+    ("seed", True, TypeError, "an integer from 0 to 18446744073709551615"),
     ("pinned_bytes", -1, ValueError, "an integer from 0 to 1099511627776"),
     ("pinned_bytes", 1e9, TypeError, "an integer from 0 to 1099511627776"),
     ("pinned_bytes", "64M", TypeError, "an integer from 0 to 1099511627776"),
@@ -96,7 +101,7 @@ def test_wrong_loader(loader):
     assert str(caught.value) == f"loader must be an iterable of batches, not {type(loader).__name__}"
 
 
-@pytest.mark.parametrize("later", ["seed", "transform", "static_buffers", "batch_size", "prefetch_factor"])
+@pytest.mark.parametrize("later", ["transform", "static_buffers", "batch_size", "prefetch_factor"])
 def test_an_argument_that_does_not_exist(later):
     with pytest.raises(TypeError, match=f"'{later}'"):
         PrefetchIterator(Untouched(), device="cpu", **{later: None})
@@ -198,3 +203,9 @@ def test_an_editable_install_whose_module_does_not_load(name, monkeypatch, tmp_p
     assert "undefined symbol: _ZN3c10" in text
     assert "rebuild it with" in text
     assert "has no compiled module" not in text
+
+
+@pytest.mark.parametrize("epoch, error", [(-1, ValueError), (1.0, TypeError), ("2", TypeError)])
+def test_set_epoch_with_a_seed_takes_a_number(epoch, error):
+    with pytest.raises(error, match="epoch must be an integer from 0 to 18446744073709551615, not"):
+        PrefetchIterator(Untouched(), "cpu", seed=1).set_epoch(epoch)

@@ -1,0 +1,140 @@
+"""Random numbers that depend on the seed, the epoch and the place alone: not on threads, nor on earlier draws."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import hashlib
+import operator
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+
+T = TypeVar("T")
+
+
+class Seeds:
+    """What is seeded in one epoch of a ``PrefetchIterator``."""
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        self._seed = seed
+        self._epoch = epoch
+
+    def number(self, purpose: str, place: object) -> int:
+        """128 bits."""
+        name = f"{self._seed} {self._epoch} {purpose} {place}"
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+
+    def call(self, place: object, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls it with Python's, NumPy's and torch's CPU generators seeded for ``place``; then they are as before."""
+        python, legacy, cpu = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+        number = self.number("global", place)
+        try:
+            random.seed(number)
+            numpy.random.seed([(number >> shift) & 0xFFFF_FFFF for shift in range(0, 128, 32)])
+            torch.default_generator.manual_seed(number & 0xFFFF_FFFF_FFFF_FFFF)
+            return function(*arguments)
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(legacy)
+            torch.default_generator.set_state(cpu)
+
+
+class SeededDataset:
+    """The dataset of one epoch, which knows of which sample it is asked for."""
+
+    def __init__(self, dataset: Any, seeds: Seeds) -> None:
+        self._dataset = dataset
+        self._seeds = seeds
+        if many := getattr(dataset, "__getitems__", None):
+            self.__getitems__ = functools.partial(_fetch, seeds, _SEVERAL, many)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _fetch(self._seeds, index, operator.getitem, self._dataset, index)
+
+
+_SEVERAL = object()  # in place of an index
+
+
+class _Sampling:
+    """A call of the dataset's, and the generators that it has asked for."""
+
+    def __init__(self, seeds: Seeds, index: Any) -> None:
+        self.seeds = seeds
+        self.index = index
+        self.generators: dict[tuple[str, str], Any] = {}
+
+
+_current: contextvars.ContextVar[_Sampling | None] = contextvars.ContextVar("gpuprefetch sample", default=None)
+
+
+def _fetch(seeds: Seeds, index: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    token = _current.set(_Sampling(seeds, index))
+    try:
+        return function(*arguments)
+    finally:
+        _current.reset(token)
+
+
+def sample_generator(index: Any = None) -> torch.Generator:
+    """The torch generator of a sample, on the CPU, for use inside ``dataset[i]``::
+
+        def __getitem__(self, i):
+            angle = torch.rand((), generator=gpuprefetch.sample_generator())
+
+    What it gives depends on the ``seed`` of the PrefetchIterator, the epoch and the sample's index: not on the number
+    of threads, nor on the order. Calls for one sample return one generator, which goes on where it was.
+
+    Args:
+        index: of the sample. Needed in ``__getitems__``, which is asked for several at once. Integers of all types
+            are equal; any other index counts by its ``repr``.
+
+    Raises:
+        RuntimeError: no sample is being fetched in this thread by a PrefetchIterator that has a seed.
+        TypeError: the index has no ``repr`` of its own.
+    """
+    return _drawn_from("torch", index, _torch_generator)  # type: ignore[no-any-return]
+
+
+def sample_rng(index: Any = None) -> numpy.random.Generator:
+    """The NumPy generator of a sample; otherwise as ``sample_generator``, of which it is independent."""
+    return _drawn_from("numpy", index, numpy.random.default_rng)  # type: ignore[no-any-return]
+
+
+def _torch_generator(number: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(number & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def _drawn_from(library: str, index: Any, make: Callable[[int], Any]) -> Any:
+    sampling = _current.get()
+    if sampling is None:
+        raise RuntimeError(
+            "no seeded sample is being fetched in this thread: sample_generator() and sample_rng() are for use inside "
+            "dataset[i], called by a PrefetchIterator(loader, seed=...) whose loader has a map-style dataset and "
+            "num_workers=0"
+        )
+    if index is None:
+        index = sampling.index
+    if index is _SEVERAL:
+        raise RuntimeError("__getitems__ fetches several samples: pass the index of the one that is meant")
+    key = library, _name(index)
+    if key not in sampling.generators:
+        sampling.generators[key] = make(sampling.seeds.number(*key))
+    return sampling.generators[key]
+
+
+def _name(index: Any) -> str:
+    """Equal in every process for equal indices."""
+    try:
+        return str(operator.index(index))
+    except TypeError:
+        pass
+    if callable(getattr(index, "tolist", None)):  # whose repr leaves out the middle
+        index = index.tolist()
+    shown_by: Any = type(index).__repr__
+    if shown_by is object.__repr__:  # which shows the address
+        raise TypeError(f"an index that seeds a generator must have a repr of its own, not {index!r}")
+    return repr(index)

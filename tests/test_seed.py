@@ -1,0 +1,322 @@
+"""``seed=``: order and random augmentation are functions of the seed, the epoch and the sample."""
+
+import operator
+import random
+
+import numpy
+import pytest
+import torch
+from loaders import THREADS, Ramp
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+import gpuprefetch
+from gpuprefetch import PrefetchIterator
+
+pytestmark = pytest.mark.windows
+
+N = 24
+
+
+class Augmented(Dataset):
+    """Sample i is i, two draws of torch's sample generator and two of NumPy's."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        first = torch.rand((), generator=gpuprefetch.sample_generator())
+        rng = gpuprefetch.sample_rng()
+        second = torch.rand((), generator=gpuprefetch.sample_generator())
+        return torch.tensor([i, first, second, rng.random(), rng.random()], dtype=torch.float64)
+
+
+class DrawsGlobally(Dataset):
+    """Sample i is i, and a draw from each global generator."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return torch.tensor([i, torch.rand(()), random.random(), numpy.random.rand()], dtype=torch.float64)
+
+
+class DrawsInAStream(IterableDataset):
+    def __iter__(self):
+        return (torch.tensor([random.random(), float(torch.rand(())), numpy.random.rand()]) for _ in range(N))
+
+
+def epochs(dataset, count=2, step=lambda: None, **arguments):
+    """The samples of some epochs, [epochs, N, ...], as a loop gets them that calls ``step()`` for each batch."""
+    arguments = {"device": "cpu", "seed": 5, **arguments}
+    shuffle = not isinstance(dataset, IterableDataset)
+    with PrefetchIterator(DataLoader(dataset, batch_size=5, shuffle=shuffle), **arguments) as batches:
+        result = []
+        for _ in range(count):
+            samples = []
+            for batch in batches:
+                step()
+                samples.append(batch)
+            result.append(torch.cat(samples))
+    return torch.stack(result)
+
+
+def global_states():
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def draw_globally():
+    return random.random(), numpy.random.rand(), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_order_and_augmentation_are_equal_for_any_threads_and_whatever_was_drawn_before(threads):
+    expected = epochs(Augmented(), num_threads=0)
+    draw_globally()
+    assert torch.equal(epochs(Augmented(), num_threads=threads, step=draw_globally), expected)
+    assert torch.equal(epochs(Augmented(), num_threads=threads, prefetch_batches=9), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dataset", [Augmented, DrawsGlobally])
+def test_the_device_changes_nothing(dataset):
+    expected = epochs(dataset(), num_threads=0)
+    for threads in THREADS if dataset is Augmented else [0]:
+        assert torch.equal(epochs(dataset(), num_threads=threads, device="cuda").cpu(), expected)
+
+
+def test_epochs_and_seeds_differ():
+    first, second = epochs(Augmented())
+    other = epochs(Augmented(), seed=6)[0]
+    orders = [samples[:, 0].tolist() for samples in (first, second, other)]
+    assert all(sorted(order) == list(range(N)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    draws = torch.cat([first, second, other])[:, 1:]
+    assert len(draws.unique()) == draws.numel() == 3 * N * 4  # none equals another: one generator a sample and library
+    assert 0.4 < draws.mean() < 0.6
+
+
+def test_what_a_sample_draws_belongs_to_its_index():
+    in_order = DataLoader(Augmented(), batch_size=5)
+    by_index = torch.cat(list(PrefetchIterator(in_order, "cpu", seed=5)))
+    (shuffled,) = epochs(Augmented(), count=1)
+    assert not torch.equal(shuffled, by_index)
+    assert torch.equal(shuffled[shuffled[:, 0].argsort()], by_index)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_an_epoch_can_be_chosen(threads):
+    expected = epochs(Augmented(), count=5)
+    batches = PrefetchIterator(DataLoader(Augmented(), 5, shuffle=True), "cpu", seed=5, num_threads=threads)
+    for number in (3, 1):
+        batches.set_epoch(number)
+        assert torch.equal(torch.cat(list(batches)), expected[number])
+        assert torch.equal(torch.cat(list(batches)), expected[number + 1])  # it counts on from there
+
+
+def test_an_epoch_that_is_left_counts():
+    batches = PrefetchIterator(DataLoader(Augmented(), 5, shuffle=True), "cpu", seed=5)
+    next(iter(batches))
+    next(batches)
+    assert torch.equal(torch.cat(list(batches)), epochs(Augmented(), count=3)[2])
+
+
+def test_an_iter_that_fails_does_not_count():
+    class Once(list):
+        failed = False
+
+        def __iter__(self):
+            if not self.failed:
+                self.failed = True
+                raise OSError("not yet")
+            return iter([torch.rand(3)])
+
+    batches = PrefetchIterator(Once(), "cpu", seed=5, num_threads=0)
+    with pytest.raises(OSError, match="not yet"):
+        iter(batches)
+    fresh = Once()
+    fresh.failed = True
+    assert torch.equal(next(batches), next(PrefetchIterator(fresh, "cpu", seed=5, num_threads=0)))
+
+
+@pytest.mark.parametrize("dataset", [DrawsGlobally(), DrawsInAStream()], ids=["map-style", "iterable"])
+def test_global_draws_on_the_calling_thread_are_apart_from_the_loops(dataset):
+    """Neither disturbs the other: not in what it draws, nor in the state that it finds."""
+    expected = epochs(dataset, num_threads=0)
+
+    def fresh():
+        random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+
+    fresh()
+    plain = [draw_globally() for _ in range(10)]
+    state = global_states()
+    fresh()
+    drawn = []
+    assert torch.equal(epochs(dataset, num_threads=0, step=lambda: drawn.append(draw_globally())), expected)
+    assert drawn == plain
+    assert global_states() == state
+    assert len(expected.reshape(-1, expected.shape[-1])[:, -1].unique()) == 2 * N
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_the_order_leaves_the_global_generators_alone(threads):
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    before = global_states()
+    epochs(Ramp(N), num_threads=threads)
+    assert global_states() == before
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, StopIteration])
+def test_global_generators_are_put_back_after_an_error(failure):
+    def fail(i):
+        draw_globally()
+        if i == 7:
+            raise failure("planted")
+
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    before = global_states()
+    batches = iter(PrefetchIterator(DataLoader(Ramp(N, hook=fail), 5), "cpu", seed=5, num_threads=0))
+    next(batches)
+    with pytest.raises(RuntimeError if failure is StopIteration else failure):
+        next(batches)
+    assert global_states() == before
+
+
+def test_without_a_seed_the_order_is_the_plain_loaders():
+    torch.manual_seed(3)
+    plain = torch.cat(list(DataLoader(Ramp(N), 5, shuffle=True)))
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat(list(PrefetchIterator(DataLoader(Ramp(N), 5, shuffle=True), "cpu"))), plain)
+
+
+def test_a_loader_with_a_generator_of_its_own_takes_its_order_from_that():
+    def loader():
+        return DataLoader(Ramp(N), 5, shuffle=True, generator=torch.Generator().manual_seed(9))
+
+    assert torch.equal(torch.cat(list(PrefetchIterator(loader(), "cpu", seed=5))), torch.cat(list(loader())))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_samplers_that_draw_with_replacement(threads):
+    def order():
+        sampler = RandomSampler(range(N), replacement=True, num_samples=100)
+        return torch.cat(list(PrefetchIterator(DataLoader(Ramp(N), 5, sampler=sampler), "cpu", seed=5)))
+
+    expected = order()
+    draw_globally()
+    assert torch.equal(order(), expected)
+
+
+# --- where the index comes from ---------------------------------------------------------------------------------------
+
+
+class AsksForMany(Augmented):
+    def __getitems__(self, indices):
+        return [
+            torch.tensor(
+                [
+                    i,
+                    torch.rand((), generator=gpuprefetch.sample_generator(i)),
+                    torch.rand((), generator=gpuprefetch.sample_generator(i)),
+                    *gpuprefetch.sample_rng(i).random(2),
+                ],
+                dtype=torch.float64,
+            )
+            for i in indices
+        ]
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_getitems_passes_the_index(threads):
+    assert torch.equal(epochs(AsksForMany(), num_threads=threads), epochs(Augmented()))
+
+
+def test_getitems_without_the_index():
+    class Forgets(AsksForMany):
+        def __getitems__(self, indices):
+            return [gpuprefetch.sample_rng().random() for _ in indices]
+
+    with pytest.raises(RuntimeError, match="pass the index of the one that is meant"):
+        epochs(Forgets())
+
+
+class Keyed(Dataset):
+    def __getitem__(self, key):
+        return torch.rand(2, generator=gpuprefetch.sample_generator())
+
+
+def drawn_for(keys):
+    return list(PrefetchIterator(DataLoader(Keyed(), sampler=keys, batch_size=None), "cpu", seed=5))
+
+
+def test_integers_of_all_types_are_one_index():
+    first, *others = drawn_for([3, numpy.int64(3), numpy.uint8(3), torch.tensor(3)])
+    assert all(torch.equal(other, first) for other in others)
+
+
+def test_other_keys_count_by_their_repr():
+    long = numpy.arange(3000)
+    middle = long.copy()
+    middle[1500] = 0
+    keys = ["3", 3, "a", ("a", 3), [3], None, 3.5, long, middle]
+    draws = torch.stack(drawn_for(keys))
+    assert len(draws.unique()) == draws.numel()
+    assert torch.equal(torch.stack(drawn_for(keys)), draws)
+
+
+def test_a_key_without_a_repr_of_its_own():
+    with pytest.raises(TypeError, match="must have a repr of its own, not <object object at"):
+        drawn_for([object()])
+
+
+@pytest.mark.parametrize("draw", [gpuprefetch.sample_generator, gpuprefetch.sample_rng])
+def test_outside_of_a_seeded_sample(draw):
+    message = r"no seeded sample is being fetched in this thread.*PrefetchIterator\(loader, seed=\.\.\.\)"
+    with pytest.raises(RuntimeError, match=message):
+        draw()
+    for loader, arguments in (
+        (DataLoader(Ramp(4, hook=lambda i: draw())), {}),
+        ([draw] * 2, {"seed": 1}),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            for batch in PrefetchIterator(loader, "cpu", **arguments):
+                batch()
+    list(PrefetchIterator(DataLoader(Ramp(4)), "cpu", seed=1, num_threads=0))
+    with pytest.raises(RuntimeError, match=message):  # after one, too
+        draw()
+
+
+def test_a_loader_inside_a_sample_has_samples_of_its_own():
+    class Outer(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            before = torch.rand((), generator=gpuprefetch.sample_generator())
+            inner = list(PrefetchIterator(DataLoader(Augmented(), 5), "cpu", seed=5, num_threads=0))
+            after = torch.rand((), generator=gpuprefetch.sample_generator())
+            return torch.cat([torch.cat(inner).flatten(), torch.stack([before, after]).double()])
+
+    samples = torch.stack(list(PrefetchIterator(DataLoader(Outer(), batch_size=None), "cpu", seed=5)))
+    assert torch.equal(
+        samples[0, :-2].view(N, -1), torch.cat(list(PrefetchIterator(DataLoader(Augmented(), 5), "cpu", seed=5)))
+    )
+    assert len(samples[:, -2:].unique()) == 8
+
+
+def test_the_numbers_themselves():
+    """They are part of the interface: a training run can be repeated with a later version."""
+    (sample,) = PrefetchIterator(DataLoader(Augmented(), batch_size=None, sampler=[7]), "cpu", seed=5)
+    (order,) = PrefetchIterator(DataLoader(Ramp(8, (1,)), 8, shuffle=True), "cpu", seed=5)
+    assert sample.tolist() == pytest.approx(
+        [7, 0.7713541388511658, 0.6237474083900452, 0.6471097441015303, 0.020452940490087168]
+    )
+    assert order.flatten().tolist() == [3, 6, 1, 4, 5, 7, 0, 2]
+
+
+def test_the_dataset_of_the_loader_stays_the_users():
+    dataset = Augmented()
+    loader = DataLoader(dataset, 5)
+    batches = PrefetchIterator(loader, "cpu", seed=5)
+    list(batches)
+    assert loader.dataset is dataset and batches.dataset is dataset
+    assert operator.index(len(batches)) == 5
