@@ -19,7 +19,7 @@ def interval(figure: dict[str, Any], digits: int) -> str:
     return f"[{figure['low']:.{digits}f} .. {figure['high']:.{digits}f}]"
 
 
-def _columns(lines: list[list[str]]) -> list[str]:
+def columns(lines: list[list[str]]) -> list[str]:
     """Left-align the first column and right-align the others."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return [
@@ -66,7 +66,7 @@ def is_apart(row: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(one["high"] < two["low"] or two["high"] < one["low"])
 
 
-def _mebibytes(size: int | None) -> str:
+def mebibytes(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:.0f}"
 
 
@@ -94,7 +94,7 @@ def table(result: dict[str, Any]) -> str:
     for name, figure in result["parts_ms"].items():
         parts.append([name, f"{figure['median']:.2f}", interval(figure, 2)])
     meanings = ["", *(PART_MEANINGS[name] for name in result["parts_ms"])]
-    lines += [f"{text}   {meaning}".rstrip() for text, meaning in zip(_columns(parts), meanings, strict=True)]
+    lines += [f"{text}   {meaning}".rstrip() for text, meaning in zip(columns(parts), meanings, strict=True)]
     lines.append("")
 
     memory = ["host MiB", "pinned", "device"]
@@ -124,12 +124,12 @@ def table(result: dict[str, Any]) -> str:
                 f"{row['waited_share']['median']:.0%}",
                 f"{row['first_batch_ms']['median']:.1f}",
                 f"{row['steady_ms_per_step']['median']:.2f}",
-                _mebibytes(row["host_bytes"]),
-                _mebibytes(row["pinned_bytes"]),
-                _mebibytes(row["device_bytes_above_model"]),
+                mebibytes(row["host_bytes"]),
+                mebibytes(row["pinned_bytes"]),
+                mebibytes(row["device_bytes_above_model"]),
             ]
         )
-    lines += [*_columns(rows), "", *(f"note: {note}" for note in notes), *_verdict(result["rows"])]
+    lines += [*columns(rows), "", *(f"note: {note}" for note in notes), *_verdict(result["rows"])]
     width = max([len(row["name"]) for row in result["rows"]] + [len(row["name"]) for row in result["left_out"]] + [0])
     lines += [f"{row['name'].ljust(width)}  {row['description']}" for row in result["rows"]]
     lines += [f"{row['name'].ljust(width)}  left out: {row['reason']}" for row in result["left_out"]]
@@ -181,7 +181,7 @@ def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
     left_out = [row["name"] for row in [*first["rows"], *second["rows"]] if row["name"] not in {c[0] for c in cells}]
     lines += [
         "",
-        *_columns(cells),
+        *columns(cells),
         "",
         "ratio: second over first; apart: no repeat of one took as long as any of the other",
     ]
