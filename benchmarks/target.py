@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("pillow", "torchvision", "timm", "torchdata", "spdl")  # that rows, workloads and steps may use
+PACKAGES = ("pillow", "torchvision", "timm", "torchdata", "spdl", "tensordict")  # that benchmarks may use
 
 
 class Unusable(Exception):

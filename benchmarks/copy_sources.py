@@ -1,0 +1,106 @@
+"""What a batch is before it is copied to the device, and whether it arrived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+SAMPLES = 64
+LEAVES, LEAF_BYTES = 200, 4096
+WORD_BYTES = 8  # all is made of 64-bit integers, which are equal where their bytes are; floats are not always
+
+SOURCES = {
+    "pageable": "one dense tensor in ordinary memory",
+    "pinned": "one dense tensor that is in pinned memory already",
+    "gathered": f"{SAMPLES} samples in ordinary memory, default_collate included",
+    "leaves": f"{LEAVES} tensors of {LEAF_BYTES // 1024} KiB each in ordinary memory",
+}
+
+
+def size_label(size: int) -> str:
+    """Bytes in KiB, MiB or GiB."""
+    unit = min(max(size.bit_length() - 1, 10) // 10, 3)
+    return f"{size / 1024**unit:g} {' KMG'[unit]}iB"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the host has before the copy. `collates`: `tensors` are samples, and the batch is their stack."""
+
+    name: str
+    tensors: list[torch.Tensor]
+    collates: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def collated(self) -> list[torch.Tensor]:
+        """The batch on the host. Made anew by each call where the source collates."""
+        return [default_collate(self.tensors)] if self.collates else self.tensors
+
+    def invert(self) -> None:
+        """Turns every bit over."""
+        for tensor in self.tensors:
+            tensor.bitwise_not_()
+
+
+def make_source(name: str, size: int, seed: int) -> Source:
+    """`size` random bytes as the source called `name`, one of SOURCES."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(count: int) -> list[torch.Tensor]:
+        words = size // count // WORD_BYTES
+        return [torch.empty(words, dtype=torch.int64).random_(generator=generator) for _ in range(count)]
+
+    if name == "gathered":
+        return Source(name, random(SAMPLES), collates=True)
+    if name == "leaves":
+        return Source(name, random(LEAVES))
+    (dense,) = random(1)
+    return Source(name, [dense.pin_memory() if name == "pinned" else dense])
+
+
+@dataclass(frozen=True)
+class Copied:
+    """`batch`: on the device, a tensor, a list of them, or a mapping from "0", "1", and so on. `held`: host memory that
+    was taken on the way. To free it takes as long as a copy and is no part of this one, so the caller drops it."""
+
+    batch: Any
+    held: object = None
+
+    def tensors(self, count: int) -> list[torch.Tensor]:
+        """The batch as `count` tensors; one that holds several is taken apart along its first dimension."""
+        if isinstance(self.batch, torch.Tensor):
+            return [self.batch] if count == 1 else list(self.batch.unbind())
+        if isinstance(self.batch, list):
+            return self.batch
+        return [self.batch[str(number)] for number in range(count)]
+
+
+class WrongCopy(Exception):
+    """What arrived is not what was sent; the text says where."""
+
+
+def check(source: Source, name: str, copied: Copied, device: torch.device) -> None:
+    """Raises WrongCopy unless every byte is on the device. Waits for nothing but the current stream, as a training step
+    does, so a batch that is handed over too early is found as well."""
+    expected = source.collated()
+    arrived = copied.tensors(len(expected))
+    where = f"{name}, {source.name}, {size_label(source.nbytes)}"
+    if len(arrived) != len(expected):
+        raise WrongCopy(f"{where}: {len(arrived)} tensors arrived of {len(expected)}")
+    for number, (one, other) in enumerate(zip(arrived, expected, strict=True)):
+        if one.device != device:
+            raise WrongCopy(f"{where}: tensor {number} arrived on {one.device}, not {device}")
+        host = one.cpu()
+        if host.shape != other.shape or host.dtype != other.dtype:
+            got, wanted = f"{list(host.shape)} {host.dtype}", f"{list(other.shape)} {other.dtype}"
+            raise WrongCopy(f"{where}: tensor {number} arrived as {got}, not {wanted}")
+        if not torch.equal(host, other):
+            wrong = (host.view(torch.uint8) != other.view(torch.uint8)).flatten().view(torch.uint8)
+            count, first = int(wrong.count_nonzero()), int(wrong.argmax())
+            raise WrongCopy(f"{where}: {count} bytes of tensor {number} are wrong, the first at {first}")

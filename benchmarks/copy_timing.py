@@ -1,0 +1,58 @@
+"""How long copies take, each alone, and several methods in turn."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+
+from copy_methods import Copy
+from target import Target
+
+LEAST_SECONDS = 0.005  # of copies in a row, whose median is one repeat
+MOST_COPIES = 1000
+UNTIMED_COPIES = 3  # caches of the allocators, first touch
+SPEED_SECONDS = 0.1
+
+
+def time_copy(copy: Copy, target: Target) -> float:
+    """Seconds from the call until the device is done. It must have had nothing to do before, and has nothing after."""
+    start = time.perf_counter()
+    copied = copy()
+    target.synchronize()
+    seconds = time.perf_counter() - start
+    del copied
+    target.synchronize()  # freed memory can be used again only once the device has passed an event that freeing records
+    return seconds
+
+
+def time_repeat(copy: Copy, target: Target, count: int) -> float:
+    """Seconds of a copy: the median of `count` in a row."""
+    return statistics.median(time_copy(copy, target) for _ in range(count))
+
+
+def copies_a_repeat(copy: Copy, target: Target) -> int:
+    """How many copies in a row take LEAST_SECONDS, at most MOST_COPIES."""
+    seconds = time_repeat(copy, target, UNTIMED_COPIES)
+    return MOST_COPIES if seconds * MOST_COPIES < LEAST_SECONDS else math.ceil(LEAST_SECONDS / seconds)
+
+
+def time_in_turn(
+    copies: dict[str, Copy], counts: dict[str, int], target: Target, repeats: int, chance: random.Random
+) -> dict[str, list[float]]:
+    """Seconds of each repeat, by name. Within a repeat each has its turn, in an order that is shuffled each time."""
+    seconds: dict[str, list[float]] = {name: [] for name in copies}
+    names = list(copies)
+    for _ in range(repeats):
+        chance.shuffle(names)
+        for name in names:
+            seconds[name].append(time_repeat(copies[name], target, counts[name]))
+    return seconds
+
+
+def bring_to_speed(copy: Copy, target: Target) -> None:
+    """Some untimed copies, since an idle link is a slow one."""
+    end = time.perf_counter() + SPEED_SECONDS
+    while time.perf_counter() < end:
+        time_copy(copy, target)
