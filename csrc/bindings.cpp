@@ -54,7 +54,8 @@ void translate(std::exception_ptr error) {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
+// Nothing here relies on the GIL: see "Free-threaded Python" in docs/design.md.
+PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.attr("TORCH_VERSION_MAJOR") = TORCH_VERSION_MAJOR;
   m.attr("TORCH_VERSION_MINOR") = TORCH_VERSION_MINOR;
 
