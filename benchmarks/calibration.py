@@ -46,7 +46,7 @@ def make_plan(
     deadline = DEADLINE_SECONDS if (batch_size, steps, repeats) == (None, None, None) else None
     load = _seconds_per_sample(make)
     step, compute = None, None
-    if target.accelerated:
+    if target.accelerated or step_name == "none":
         step, compute = _calibrated_step(step_name, target, make, batch_size or LARGEST_BATCH, notes)
 
     def seconds(batch: int, step_count: int) -> float:
@@ -72,6 +72,8 @@ def make_plan(
     if step is None:
         step = Wait(_wait_seconds(load * chosen))
         notes.append(f"no accelerator: the figures show that the rows run, and no more; a wait stands for {step_name}")
+    elif not target.accelerated:
+        notes.append("no accelerator: nothing is copied, so the figures are those of loading alone")
     return Plan(step, chosen, steps, repeats, notes, deadline)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
 
-from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, gathered, row
+from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, family, gathered, row
 from target import Target
 
 
@@ -25,16 +25,13 @@ def _nothing_to_copy(target: Target) -> str | None:
     return _not_installed(target)
 
 
-def _with_threads(count: int) -> Callable[[Loader, Target, int], Opened]:
-    def prefetched(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-        from gpuprefetch import PrefetchIterator
+def _prefetched(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from gpuprefetch import PrefetchIterator
 
-        # That they share the dataset is what the rows with several are about.
-        warnings.filterwarnings("ignore", "with several num_threads", RuntimeWarning)
-        with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=count) as batches:
-            yield batches
-
-    return prefetched
+    # That they share the dataset is what the rows with several are about.
+    warnings.filterwarnings("ignore", "with several num_threads", RuntimeWarning)
+    with PrefetchIterator(loader, target.device, prefetch_batches=prefetch_batches, num_threads=count) as batches:
+        yield batches
 
 
 row(
@@ -43,7 +40,7 @@ row(
     bound=GATHERED,
     loads_beside=True,
     missing=_not_installed,
-)(_with_threads(1))
+)(functools.partial(_prefetched, 1))
 row(
     "gpuprefetch0",
     "PrefetchIterator(loader, num_threads=0), loads inside next(), copies ahead",
@@ -51,13 +48,10 @@ row(
     bound_in_sync=GATHERED_BESIDE_COMPUTE,
     loads_beside=False,
     missing=_nothing_to_copy,
-)(_with_threads(0))
-for _count in (4, 8):
-    row(
-        f"gpuprefetch{_count}",
-        f"PrefetchIterator(loader, num_threads={_count}), samples on {_count} threads",
-        bound=gathered(_count),
-        loads_beside=True,
-        default=False,
-        missing=_not_installed,
-    )(_with_threads(_count))
+)(functools.partial(_prefetched, 0))
+family(
+    "gpuprefetch",
+    "PrefetchIterator(loader, num_threads={0}), samples on {0} threads",
+    bound=gathered,
+    missing=_not_installed,
+)(_prefetched)

@@ -9,12 +9,10 @@ from typing import Any
 
 from epoch import Batch
 from in_process import Epochs, nothing_to_pin, on_device
-from rows import Loader, Opened, row, staged_beside
+from rows import Loader, Opened, family, row, staged_beside
 from target import Target
 from torch.utils.data import Dataset, default_collate
 from workloads import changed
-
-COUNTS = (4, 8)  # worker processes or loading threads
 
 
 def _needs(*modules: str) -> Callable[[Target], str | None]:
@@ -29,18 +27,15 @@ def _needs(*modules: str) -> Callable[[Target], str | None]:
     return missing
 
 
-def _workers(count: int) -> None:
-    @row(
-        f"workers{count}",
-        f"DataLoader, {count} worker processes, pin_memory=True, .to(device, non_blocking=True)",
-        bound=staged_beside(count),
-        loads_beside=True,
-        default=False,
-    )
-    def workers(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-        pins = target.streams is not None
-        working = changed(loader, num_workers=count, pin_memory=pins, persistent_workers=True)
-        yield Epochs(lambda: on_device(working, target, non_blocking=True))
+@family(
+    "workers",
+    "DataLoader, num_workers={} (processes), pin_memory=True, .to(device, non_blocking=True)",
+    bound=staged_beside,
+)
+def workers(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    pins = target.streams is not None
+    working = changed(loader, num_workers=count, pin_memory=pins, persistent_workers=True)
+    yield Epochs(lambda: on_device(working, target, non_blocking=True))
 
 
 def _timm_is_missing(target: Target) -> str | None:
@@ -73,24 +68,21 @@ class LoadBatch:
         return default_collate([self.dataset[index] for index in indices])
 
 
-def _nodes(count: int) -> None:
-    @row(
-        f"nodes{count}",
-        f"torchdata.nodes: Batcher, ParallelMapper with {count} threads, PinMemory, Prefetcher; .to in the loop",
-        bound=staged_beside(count),
-        loads_beside=True,
-        default=False,
-        missing=_needs("torchdata.nodes"),
-    )
-    def nodes(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-        from torchdata import nodes as tn
+@family(
+    "nodes",
+    "torchdata.nodes: Batcher, ParallelMapper(num_workers={}, threads), PinMemory, Prefetcher; .to in the loop",
+    bound=staged_beside,
+    missing=_needs("torchdata.nodes"),
+)
+def nodes(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from torchdata import nodes as tn
 
-        node: Any = tn.Batcher(tn.SamplerWrapper(loader.sampler), batch_size=loader.batch_size)
-        node = tn.ParallelMapper(node, map_fn=LoadBatch(loader.dataset), num_workers=count, method="thread")
-        if target.streams is not None:
-            node = tn.PinMemory(node)
-        batches: Any = tn.Loader(tn.Prefetcher(node, prefetch_factor=2 * count))
-        yield Epochs(lambda: on_device(batches, target, non_blocking=True))
+    node: Any = tn.Batcher(tn.SamplerWrapper(loader.sampler), batch_size=loader.batch_size)
+    node = tn.ParallelMapper(node, map_fn=LoadBatch(loader.dataset), num_workers=count, method="thread")
+    if target.streams is not None:
+        node = tn.PinMemory(node)
+    batches: Any = tn.Loader(tn.Prefetcher(node, prefetch_factor=2 * count))
+    yield Epochs(lambda: on_device(batches, target, non_blocking=True))
 
 
 def _spdl_is_missing(target: Target) -> str | None:
@@ -99,39 +91,28 @@ def _spdl_is_missing(target: Target) -> str | None:
     return _needs("spdl.pipeline", "spdl.io")(target)
 
 
-def _spdl(count: int) -> None:
-    @row(
-        f"spdl{count}",
-        f"SPDL: a pipeline of {count} threads that load batches, then transfer_tensor_h2d",
-        bound=staged_beside(count),
-        loads_beside=True,
-        default=False,
-        missing=_spdl_is_missing,
-    )
-    def spdl(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-        import spdl.io
-        from spdl.pipeline import PipelineBuilder
+@family(
+    "spdl",
+    "SPDL: a pipeline that loads batches, build(num_threads={}), then transfer_tensor_h2d",
+    bound=staged_beside,
+    missing=_spdl_is_missing,
+)
+def spdl(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    import spdl.io
+    from spdl.pipeline import PipelineBuilder
 
-        # Newer versions have it under the longer name.
-        transfer = getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
-        with ThreadPoolExecutor(max_workers=1) as copier:  # it keeps a stream for each thread
+    # Newer versions have it under the longer name.
+    transfer = getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
+    with ThreadPoolExecutor(max_workers=1) as copier:  # it keeps a stream for each thread
 
-            def start() -> Iterator[Batch]:
-                load = LoadBatch(loader.dataset)
-                builder = PipelineBuilder().add_source(iter(loader.batch_sampler))
-                builder = builder.pipe(load, concurrency=count, output_order="input")
-                if target.accelerated:
-                    builder = builder.pipe(transfer, executor=copier)
-                pipeline = builder.add_sink(prefetch_batches).build(num_threads=count)
-                with pipeline.auto_stop():
-                    yield from pipeline.get_iterator()
+        def start() -> Iterator[Batch]:
+            load = LoadBatch(loader.dataset)
+            builder = PipelineBuilder().add_source(iter(loader.batch_sampler))
+            builder = builder.pipe(load, concurrency=count, output_order="input")
+            if target.accelerated:
+                builder = builder.pipe(transfer, executor=copier)
+            pipeline = builder.add_sink(prefetch_batches).build(num_threads=count)
+            with pipeline.auto_stop():
+                yield from pipeline.get_iterator()
 
-            yield Epochs(start)
-
-
-for _count in COUNTS:
-    _workers(_count)
-for _count in COUNTS:
-    _nodes(_count)
-for _count in COUNTS:
-    _spdl(_count)
+        yield Epochs(start)

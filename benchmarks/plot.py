@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from report import setting_line
+from report import setting_line, why_below_bound
 from target import headline
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -133,7 +133,7 @@ def _title(result: dict[str, Any]) -> str:
     lines = [setting_line(settings), f"compute: {settings['step_description']}", *headline(result["environment"])]
     lines += result["notes"]
     if any(row["below_bound"] for row in result["rows"]):
-        lines.append("*: below its bound, which can't be: the machine was busy, and this row is not to be trusted")
+        lines.append(f"*: more than 2 % below its bound: {why_below_bound(settings)}")
     return "\n".join(lines)
 
 

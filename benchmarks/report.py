@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from decoders import TORCHVISION
+from rows import split_name
 from target import headline
 
 PART_MEANINGS = {
@@ -33,6 +35,46 @@ def _formulas(rows: list[dict[str, Any]]) -> list[str]:
     formulas = dict.fromkeys(row["bound_formula"] for row in rows)
     names = {formula: [row["name"] for row in rows if row["bound_formula"] == formula] for formula in formulas}
     return [f"bound of {', '.join(names[formula])}: {formula}" for formula in formulas]
+
+
+def _rows(rows: list[dict[str, Any]], waits: bool) -> list[str]:
+    """With the share that the device waited for data if `waits`."""
+    memory = ["host MiB", "pinned", "device"]
+    times = ["ms a step", "[min .. max]", "samples/s", "bound ms", "x bound", *["waited"] * waits, "first ms", "steady"]
+    lines = [["row", *times, *memory]]
+    for row in rows:
+        waited = [f"{row['waited_share']['median']:.0%}"] if waits else []
+        lines.append(
+            [
+                row["name"] + "!" * bool(row["wrong_repeats"]),
+                f"{row['ms_per_step']['median']:.2f}",
+                interval(row["ms_per_step"], 2),
+                f"{row['samples_per_s']['median']:.0f}",
+                f"{row['bound_ms']['median']:.2f}",
+                f"{row['multiple_of_bound']['median']:.3f}{'*' if row['below_bound'] else ' '}",
+                *waited,
+                f"{row['first_batch_ms']['median']:.1f}",
+                f"{row['steady_ms_per_step']['median']:.2f}",
+                mebibytes(row["host_bytes"]),
+                mebibytes(row["pinned_bytes"]),
+                mebibytes(row["device_bytes_above_model"]),
+            ]
+        )
+    return columns(lines)
+
+
+def _multiples(multiples: list[dict[str, Any]]) -> list[str]:
+    """Families below each other, their numbers of threads or processes side by side."""
+    if not multiples:
+        return []
+    medians = {split_name(each["name"]): each["median"] for each in multiples}
+    bases = {split_name(each["name"])[0]: each["of"] for each in multiples}
+    counts = sorted({count for _, count in medians})
+    cells = [["threads or processes", *map(str, counts), ""]]
+    for family, base in bases.items():
+        values = (medians.get((family, count)) for count in counts)
+        cells.append([family, *("-" if value is None else f"{value:.2f}" for value in values), f"times {base}"])
+    return [*(line.rstrip() for line in columns(cells)), ""]
 
 
 def _verdict(rows: list[dict[str, Any]]) -> list[str]:
@@ -66,6 +108,13 @@ def is_apart(row: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(one["high"] < two["low"] or two["high"] < one["low"])
 
 
+def why_below_bound(settings: dict[str, Any]) -> str:
+    """What can make a row take less time than its bound, which the parts would not allow."""
+    if settings.get("decoder") == TORCHVISION.name:
+        return "torch splits the operations of a sample over all its threads in the part load, over fewer in a row"
+    return "the machine was busy while parts were timed, so the row is not to be trusted"
+
+
 def mebibytes(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:.0f}"
 
@@ -97,39 +146,9 @@ def table(result: dict[str, Any]) -> str:
     lines += [f"{text}   {meaning}".rstrip() for text, meaning in zip(columns(parts), meanings, strict=True)]
     lines.append("")
 
-    memory = ["host MiB", "pinned", "device"]
-    rows = [
-        [
-            "row",
-            "ms a step",
-            "[min .. max]",
-            "samples/s",
-            "bound ms",
-            "x bound",
-            "waited",
-            "first ms",
-            "steady",
-            *memory,
-        ]
-    ]
-    for row in result["rows"]:
-        rows.append(
-            [
-                row["name"] + "!" * bool(row["wrong_repeats"]),
-                f"{row['ms_per_step']['median']:.2f}",
-                interval(row["ms_per_step"], 2),
-                f"{row['samples_per_s']['median']:.0f}",
-                f"{row['bound_ms']['median']:.2f}",
-                f"{row['multiple_of_bound']['median']:.3f}{'*' if row['below_bound'] else ' '}",
-                f"{row['waited_share']['median']:.0%}",
-                f"{row['first_batch_ms']['median']:.1f}",
-                f"{row['steady_ms_per_step']['median']:.2f}",
-                mebibytes(row["host_bytes"]),
-                mebibytes(row["pinned_bytes"]),
-                mebibytes(row["device_bytes_above_model"]),
-            ]
-        )
-    lines += [*columns(rows), "", *(f"note: {note}" for note in notes), *_verdict(result["rows"])]
+    waits = settings["step"] != "none"  # the device has no work that could wait for a batch
+    lines += [*_rows(result["rows"], waits), "", *_multiples(result["multiples_of_one"])]
+    lines += [*(f"note: {note}" for note in notes), *_verdict(result["rows"])]
     width = max([len(row["name"]) for row in result["rows"]] + [len(row["name"]) for row in result["left_out"]] + [0])
     lines += [f"{row['name'].ljust(width)}  {row['description']}" for row in result["rows"]]
     lines += [f"{row['name'].ljust(width)}  left out: {row['reason']}" for row in result["left_out"]]
@@ -139,14 +158,21 @@ def table(result: dict[str, Any]) -> str:
         "x bound: times the bound, below which no step can be: 1 is the best there is; of each repeat, then median.",
         "bound ms: the host's parts are the least of all repeats, since other work on the machine only adds to them.",
         *_formulas(result["rows"]),
-        "waited: share of the time in which the device had no step to work on, as the next batch was not there; with",
-        f"  batches that are on the device already it is {result['compute_waited_share']['median']:.0%}.",
+    ]
+    if result["multiples_of_one"]:
+        lines.append("threads or processes: samples/s with so many, over those of the row named, which loads with one.")
+    if waits:
+        lines += [
+            "waited: share of the time in which the device had no step to work on, as the next batch was not there;",
+            f"  with batches that are on the device already it is {result['compute_waited_share']['median']:.0%}.",
+        ]
+    lines += [
         "first ms: from iter() until the first batch is on the device; steady: ms a step after that.",
         "host MiB: of this process and its children, above what they held before the row was opened; pinned: what",
         "  torch's allocator has page-locked; device: peak above what the step needs, the batch in use included.",
     ]
     if any(row["below_bound"] for row in result["rows"]):
-        lines.append("*: more than 2 % below its bound, which can't be: the machine was busy while parts were timed.")
+        lines.append(f"*: more than 2 % below its bound: {why_below_bound(settings)}.")
     for row in result["rows"]:
         if row["wrong_repeats"]:
             lines.append(

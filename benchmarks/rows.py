@@ -2,12 +2,15 @@
 
 A row is a generator function that takes the plain loader, the target and `prefetch_batches`, yields once, and cleans
 up: what it yields is an iterable of batches on the device, of which every `iter()` starts an epoch. `@row` registers
-it, `--loaders` takes the names. Importing `in_process`, `peers` and `ours` fills the registry, in the table's order.
+it, `--loaders` takes the names. `@family` registers rows that differ in their number of threads or processes alone, of
+which there is one for every number: workers4. Importing `in_process`, `peers` and `ours` fills the registry, in the
+table's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -94,7 +97,15 @@ class Row:
         return self.bound_in_sync if sync_every_step else self.bound
 
 
-ROWS: dict[str, Row] = {}
+@dataclass(frozen=True)
+class Family:
+    """`row(count)` is the row with `count` threads or processes."""
+
+    row: Callable[[int], Row]
+
+
+ROWS: dict[str, Row | Family] = {}  # a family by its rows' name with N in place of the number: workersN
+MOST_THREADS = 256  # that PrefetchIterator takes
 
 
 def row(
@@ -115,3 +126,47 @@ def row(
         ROWS[name] = Row(name, description, contextmanager(make), bound, in_sync, loads_beside, default, missing)
 
     return register
+
+
+def family(
+    name: str,
+    description: str,
+    *,
+    bound: Callable[[int], Bound],
+    missing: Callable[[Target], str | None] = lambda target: None,
+) -> Callable[[Callable[[int, Loader, Target, int], Opened]], None]:
+    """Register the decorated function, which takes the number of threads or processes first, as the rows called `name`
+    and that number. `{}` in `description` stands for it. The row registered as `name` alone is the one with 1."""
+
+    def register(make: Callable[[int, Loader, Target, int], Opened]) -> None:
+        def numbered(count: int) -> Row:
+            alone = ROWS.get(name)
+            if count == 1 and isinstance(alone, Row):
+                return alone
+            opened = contextmanager(functools.partial(make, count))
+            own = bound(count)
+            return Row(f"{name}{count}", description.format(count), opened, own, own, True, False, missing)
+
+        ROWS[f"{name}N"] = Family(numbered)
+
+    return register
+
+
+def split_name(name: str) -> tuple[str, int]:
+    """A row's family and its number of threads or processes: of "workers4" ("workers", 4). No number stands for 1."""
+    letters = name.rstrip("0123456789")
+    return letters, int(name[len(letters) :] or 1)
+
+
+def rows_called(name: str, counts: Sequence[int]) -> list[Row]:
+    """The row called `name`; for a family, as workersN, its rows for `counts`; [] if there is none."""
+    registered = ROWS.get(name)
+    if isinstance(registered, Row):
+        return [registered]
+    if isinstance(registered, Family):
+        return [registered.row(count) for count in counts]
+    letters, count = split_name(name)
+    registered = ROWS.get(f"{letters}N")
+    if isinstance(registered, Family) and name != letters and 1 <= count <= MOST_THREADS:
+        return [registered.row(count)]
+    return []

@@ -92,6 +92,15 @@ class Training(Step):
         return detached
 
 
+class Nothing(Step):
+    """Leaves a batch as it is, so that a step takes what it takes to load and copy one."""
+
+    description = "nothing but the checksum of the batch: a step takes what loading and copying take"
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return images.view(-1)[0]
+
+
 class Wait(Step):
     """Stands for a step where there is no accelerator: the calling thread sleeps, so the CPU is free for loading."""
 
@@ -116,8 +125,11 @@ def _convnet() -> nn.Module:
 
 
 def make_step(name: str, target: Target) -> Step:
-    """The step called `name` on an accelerator; on the CPU a `Wait` takes its place (see `calibration`)."""
+    """The step called `name` on an accelerator; on the CPU a `Wait` takes the place of all but none (see
+    `calibration`)."""
     torch.manual_seed(0)
+    if name == "none":
+        return Nothing()
     if name == "kernels":
         return Kernels(target)
     if name == "python":

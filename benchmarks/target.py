@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("pillow", "torchvision", "timm", "torchdata", "spdl", "tensordict")  # that benchmarks may use
+PACKAGES = (  # that benchmarks may use
+    "pillow",
+    "torchvision",
+    "opencv-python-headless",
+    "opencv-python",
+    "timm",
+    "torchdata",
+    "spdl",
+    "tensordict",
+)
 
 
 class Unusable(Exception):

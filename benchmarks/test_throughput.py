@@ -13,6 +13,7 @@ import footprint
 import pytest
 import report
 import rows
+import scaling
 import throughput
 import timeline
 import torch
@@ -21,7 +22,7 @@ from epoch import time_epoch
 from experiment import run
 from in_process import Epochs, in_background
 from plot import draw
-from steps import Wait
+from steps import Nothing, Wait
 from target import Target
 from workloads import make_loader, make_workload
 
@@ -67,6 +68,7 @@ def result_of(measured, target, **settings):
         "settings": {
             "workload": "memory",
             "workload_description": "",
+            "decoder": None,
             "step": "wait",
             "step_description": "",
             "sync_every_step": False,
@@ -80,6 +82,7 @@ def result_of(measured, target, **settings):
         "environment": throughput.describe(target),
         "timelines": [],
         "notes": [],
+        "multiples_of_one": scaling.multiples_of_one(measured["rows"]),
         **measured,
     }
 
@@ -87,9 +90,9 @@ def result_of(measured, target, **settings):
 # --- rows
 
 
-@pytest.mark.parametrize("name", rows.ROWS)
+@pytest.mark.parametrize("name", [name.replace("N", "4") for name in rows.ROWS])
 def test_a_row_gives_the_batches_of_the_plain_loader(name, loader, target, plan):
-    row = rows.ROWS[name]
+    (row,) = rows.rows_called(name, [])
     if (reason := row.missing(target)) is not None:
         pytest.skip(reason)
     for sync_every_step in (False, True):
@@ -137,22 +140,79 @@ def test_the_thread_of_a_row_ends_with_its_epoch():
     assert len(taken) == count
 
 
+def names_of(arguments):
+    return [row.name for row in throughput.parse_arguments(arguments.split()).rows]
+
+
+def numbered(name, *counts):
+    return [f"{name}{count}" for count in counts]
+
+
 def test_which_rows_run():
-    parse = throughput.parse_arguments
-    assert parse([]).loaders == ["dataloader", "pinned", "thread", "gpuprefetch", "gpuprefetch0"]
-    assert parse(["--loaders", "all"]).loaders == list(rows.ROWS)
-    assert parse(["--loaders", "thread,apex,thread"]).loaders == ["thread", "apex"]
-    for wrong in ("thread,worker", ","):
+    assert names_of("") == ["dataloader", "pinned", "thread", "gpuprefetch", "gpuprefetch0"]
+    assert names_of("--loaders thread,apex,thread") == ["thread", "apex"]
+    assert names_of("--loaders all")[-9:] == [
+        *numbered("gpuprefetch", 4, 8),
+        *numbered("workers", 4, 8),
+        "timm",
+        *numbered("nodes", 4, 8),
+        *numbered("spdl", 4, 8),
+    ]
+    for wrong in ("thread,worker", ",", "workers", "workers0", "gpuprefetch257", "timm4", "all,thread"):
         with pytest.raises(SystemExit):
-            parse(["--loaders", wrong])
+            names_of(f"--loaders {wrong}")
+
+
+def test_which_rows_run_with_which_threads():
+    assert names_of("--loaders gpuprefetch15,workers3,gpuprefetch0") == ["gpuprefetch15", "workers3", "gpuprefetch0"]
+    assert names_of("--loaders gpuprefetch1,gpuprefetch") == ["gpuprefetch"]
+    assert names_of("--threads 1") == ["dataloader", "gpuprefetch"]
+    assert names_of("--threads 15,1,2,2") == [
+        "dataloader",
+        "gpuprefetch",
+        *numbered("gpuprefetch", 2, 15),
+        *numbered("workers", 2, 15),
+    ]
+    assert names_of("--loaders nodesN,workersN,workers2 --threads 1,2") == [
+        *numbered("nodes", 1, 2),
+        *numbered("workers", 1, 2),
+    ]
+    everything = names_of("--loaders all --threads 1,2")
+    assert everything[:10] == [
+        *("dataloader", "pinned", "windows-fix", "apex", "background", "thread"),
+        *("gpuprefetch", "gpuprefetch0", "gpuprefetch2", "workers1"),
+    ]
+    assert everything[10:] == ["workers2", "timm", *numbered("nodes", 1, 2), *numbered("spdl", 1, 2)]
+
+
+def test_a_numbered_row_is_made_for_its_number(loader, target):
+    (row,) = rows.rows_called("gpuprefetch3", [])
+    assert row.is_ours and row.loads_beside and not row.default
+    assert row.description == "PrefetchIterator(loader, num_threads=3), samples on 3 threads"
+    assert row.bound.formula == "max(fetch / 3, stage, copy, compute)"
+    with row.make(loader, target, 2) as source:
+        assert "num_threads=3" in repr(source)
 
 
 def test_every_cell_is_a_command():
-    assert len(cells.cells()) == 12
-    for name, arguments in cells.cells().items():
+    made = cells.cells()
+    assert len(made) == 18
+    for name, arguments in made.items():
         options = throughput.parse_arguments(arguments)
-        assert (options.workload in name, options.step in name, options.sync_every_step) == (True, True, "sync" in name)
-        assert options.loaders == list(rows.ROWS)
+        assert options.sync_every_step == name.endswith("-sync")
+        if name.startswith("threads-"):
+            assert name == f"threads-{options.decoder}-{options.step.replace('none', 'loading')}"
+            assert options.rows[-1].name == "workers15"
+        else:
+            assert name.startswith(f"{options.workload}-{options.step}")
+            assert [row.name for row in options.rows] == names_of("--loaders all")
+
+
+def test_cells_are_called_by_name_or_by_how_they_begin():
+    assert cells.cells_called("jpeg-kernels") == ["jpeg-kernels"]
+    assert cells.cells_called("threads-pil") == ["threads-pil-loading", "threads-pil-resnet50"]
+    assert len(cells.cells_called("threads")) == 6
+    assert cells.cells_called("thread") == []
 
 
 # --- figures
@@ -247,6 +307,12 @@ def test_a_peer_that_fails_is_left_out_and_ours_is_not(loader, target, plan):
         (["--plot", "nowhere/x.png"], "there is no folder 'nowhere'"),
         (["--compare", "a", "b", "--json", "x.json"], "--compare measures nothing"),
         (["--steps", "49"], "--steps must be at least 50"),
+        (["--threads", "0,2"], "must be numbers from 1 to 256, as in 1,2,4; got '0,2'"),
+        (["--threads", "2,x"], "must be numbers from 1 to 256"),
+        (["--threads", "257"], "must be numbers from 1 to 256"),
+        (["--threads", "2", "--loaders", "thread,workers4"], "--loaders names none: thread, workers4"),
+        (["--decoder", "gd"], "invalid choice: 'gd'"),
+        (["--decoder", "opencv", "--workload", "memory"], "--decoder is for --workload jpeg, not memory"),
     ],
 )
 def test_what_can_t_be_is_said_before_anything_is_measured(arguments, said, capsys):
@@ -283,6 +349,45 @@ def test_who_is_faster_is_said():
     )
 
 
+def test_multiples_of_one():
+    made = [
+        fake_row("dataloader", 80.0, 100.0, 90.0),
+        fake_row("gpuprefetch", 60.0, 60.0, 60.0),
+        fake_row("gpuprefetch0", 70.0, 70.0, 70.0),
+        fake_row("gpuprefetch4", 20.0, 15.0, 30.0),
+        fake_row("workers4", 40.0, 20.0, 30.0),
+        fake_row("workers15", 8.0, 10.0, 10.0),
+        fake_row("nodes1", 50.0, 50.0, 50.0),
+        fake_row("nodes4", 25.0, 25.0, 25.0),
+    ]
+    multiples = scaling.multiples_of_one(made)
+    assert [(each["name"], each["of"], each["raw"]) for each in multiples] == [
+        ("gpuprefetch4", "gpuprefetch", [3.0, 4.0, 2.0]),
+        ("workers4", "dataloader", [2.0, 5.0, 3.0]),
+        ("workers15", "dataloader", [10.0, 10.0, 9.0]),
+        ("nodes4", "nodes1", [2.0, 2.0, 2.0]),
+    ]
+    assert [line.split() for line in report._multiples(multiples)] == [
+        ["threads", "or", "processes", "4", "15"],
+        ["gpuprefetch", "3.00", "-", "times", "gpuprefetch"],
+        ["workers", "3.00", "10.00", "times", "dataloader"],
+        ["nodes", "2.00", "-", "times", "nodes1"],
+        [],
+    ]
+    assert scaling.multiples_of_one([fake_row("workers4", 1.0), fake_row("thread", 2.0)]) == []
+
+
+def test_a_row_below_its_bound_says_why(loader, target, plan):
+    measured = run(plan, rows.rows_called("dataloader", []), loader, target, 2, False)
+    measured["rows"][0]["below_bound"] = True
+    result = result_of(measured, target, step="kernels", on_accelerator=True)
+    assert "not to be trusted: dataloader took" in throughput.complaint(result)
+    assert "its bound: the machine was busy" in report.table(result)
+    result["settings"]["decoder"] = "torchvision"
+    assert throughput.complaint(result) is None
+    assert "its bound: torch splits the operations" in report.table(result)
+
+
 def test_two_results_side_by_side(tmp_path, capsys):
     names = ("workload", "step", "batch_size", "steps", "repeats", "sync_every_step")
     settings = dict.fromkeys(names, 50)
@@ -307,6 +412,28 @@ def test_two_results_side_by_side(tmp_path, capsys):
     assert [line.split()[-2:] for line in said.splitlines() if line.startswith("gpuprefetch")] == [["1.909", "apart"]]
     assert [line.split()[-1] for line in said.splitlines() if line.startswith("thread")] == ["spread"]
     assert "only in one of them: a.json, b.json" in said
+
+
+def test_a_step_that_does_nothing_leaves_nothing_to_wait_for(loader, target):
+    chosen = rows.rows_called("dataloader", []) + rows.rows_called("gpuprefetchN", [2])
+    measured = run(Plan(Nothing(), BATCH, STEPS, repeats=2), chosen, loader, target, 2, False)
+    assert [row["wrong_repeats"] for row in measured["rows"]] == [[], []]
+    said = report.table(result_of(measured, target, step="none"))
+    assert "waited" not in said
+    assert "gpuprefetch  " in said and "times dataloader" in said
+    assert "waited" in report.table(result_of(measured, target))
+
+
+def test_only_loading_is_a_command(tmp_path, capsys):
+    file = tmp_path / "x.json"
+    arguments = ["--workload", "memory", "--samples", "8", "--step", "none", "--threads", "1,2"]
+    arguments += ["--loaders", "gpuprefetchN", "--batch-size", "2", "--repeats", "1", "--device", "cpu"]
+    assert throughput.main(throughput.parse_arguments([*arguments, "--steps", "50", "--json", str(file)])) == 0
+    assert "nothing is copied, so the figures are those of loading alone" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert (result["settings"]["step"], result["settings"]["decoder"]) == ("none", None)
+    assert [(each["name"], each["of"]) for each in result["multiples_of_one"]] == [("gpuprefetch2", "gpuprefetch")]
+    assert result["parts_ms"]["compute"]["median"] < 5
 
 
 # --- timelines

@@ -2,8 +2,8 @@
 
     python benchmarks/throughput.py
 
-No worker process is started, so it runs the same on Windows and in a notebook. benchmarks/README.md says what the
-figures mean.
+No worker process is started unless a row of theirs or --threads is given, so it runs the same on Windows and in a
+notebook. benchmarks/README.md says what the figures mean.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ import in_process  # noqa: F401  (registers the rows: so do the next two)
 import ours  # noqa: F401
 import peers  # noqa: F401
 from calibration import MIN_STEPS, make_plan
+from decoders import DECODERS, TORCHVISION
 from experiment import run
 from report import comparison, table
-from rows import ROWS, Row
+from rows import MOST_THREADS, ROWS, Family, Row, rows_called
+from scaling import multiples_of_one
+from steps import Wait
 from target import Target, Unusable, describe, find_target
 from timeline import timelines
 from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, find_images, make_loader, make_workload
 
 FORMAT = 2  # of --json
-STEPS = ("kernels", "python", "resnet50", "convnet")
+STEPS = ("kernels", "python", "resnet50", "convnet", "none")
+COUNTS = (4, 8)  # threads or processes, without --threads
+THREADS_ROWS = ("dataloader", "gpuprefetch", "gpuprefetchN", "workersN")  # with --threads and no --loaders
 
 
 def _positive(text: str) -> int:
@@ -37,18 +42,38 @@ def _positive(text: str) -> int:
     return value
 
 
+def _counts(text: str) -> list[int]:
+    """The numbers of a comma list, each once, in ascending order."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST_THREADS for part in parts):
+        raise argparse.ArgumentTypeError(f"must be numbers from 1 to {MOST_THREADS}, as in 1,2,4; got {text!r}")
+    return sorted({int(part) for part in parts})
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workload", choices=DESCRIPTIONS, default="jpeg", help="what a sample costs on the host (jpeg)")
     add("--data", type=Path, metavar="DIR", help="a folder of images for the workload jpeg")
-    add("--step", choices=STEPS, default="kernels", help="what the device does with a batch (kernels)")
+    add("--decoder", choices=DECODERS, default="pil", help="what decodes and augments in the workload jpeg (pil)")
+    add("--step", choices=STEPS, default="kernels", help="what the device does with a batch; none: only load (kernels)")
     add("--device", help="the current accelerator, or cpu where there is none")
     add("--batch-size", type=_positive, help="samples; by default the largest up to 64 that keeps the run short")
     add("--steps", type=_positive, help=f"an epoch; at least {MIN_STEPS}; by default as many as keep the run short")
     add("--repeats", type=_positive, help="epochs of every row; by default 3 to 7")
     add("--sync-every-step", action="store_true", help="read the loss after every step, as loops that print it do")
-    add("--loaders", help=f"comma list of rows, or all; of {','.join(ROWS)} ({','.join(_default_rows())})")
+    add(
+        "--loaders",
+        help=f"comma list of rows, or all; of {','.join(ROWS)}, where N is a number of threads or processes, as in "
+        f"workers8, or stays N for those of --threads ({','.join(_default_rows())})",
+    )
+    add(
+        "--threads",
+        type=_counts,
+        metavar="N,N,..",
+        help=f"numbers for the rows called ..N of --loaders, {','.join(map(str, COUNTS))} by default; "
+        f"without --loaders, run {','.join(THREADS_ROWS)}",
+    )
     add(
         "--samples", type=_positive, help=f"different samples behind an epoch ({DISTINCT_SAMPLES}; all files of --data)"
     )
@@ -71,6 +96,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--data is for --workload jpeg, not {options.workload}")
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data {str(options.data)!r} is no folder")
+    if options.decoder != "pil" and options.workload != "jpeg":
+        parser.error(f"--decoder is for --workload jpeg, not {options.workload}")
     for name in ("json", "plot"):
         file = getattr(options, name)
         if file is not None and not file.parent.is_dir():
@@ -79,29 +106,41 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error('--plot needs matplotlib: python -m pip install ".[bench]"')
     if options.compare and (options.json or options.plot):
         parser.error("--compare measures nothing, so there is nothing for --json or --plot")
-    if options.loaders in (None, "all"):
-        options.loaders = list(ROWS) if options.loaders else _default_rows()
-    else:
-        options.loaders = [name for name in dict.fromkeys(options.loaders.split(",")) if name]
-    unknown = [name for name in options.loaders if name not in ROWS]
-    if unknown or not options.loaders:
+    names = _wanted(options.loaders, options.threads)
+    unknown = [name for name in names if not rows_called(name, COUNTS)]
+    if unknown or not names:
         parser.error(f"--loaders: no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if options.threads and not any(isinstance(ROWS.get(name), Family) for name in names):
+        parser.error(f"--threads is for the rows called ..N, and --loaders names none: {', '.join(names)}")
+    found = [row for name in names for row in rows_called(name, options.threads or COUNTS)]
+    if options.loaders is None:
+        found = [row for row in found if row.name != "workers1"]  # dataloader and gpuprefetch are those with one
+    options.rows = list({row.name: row for row in found}.values())
     return options
 
 
 def _default_rows() -> list[str]:
-    return [row.name for row in ROWS.values() if row.default]
+    return [row.name for row in ROWS.values() if isinstance(row, Row) and row.default]
 
 
-def choose_rows(wanted: list[str], target: Target) -> tuple[list[Row], list[dict[str, str]]]:
+def _wanted(loaders: str | None, threads: list[int] | None) -> list[str]:
+    """The names of rows and families that `--loaders` stands for."""
+    if loaders == "all":
+        return list(ROWS)
+    if loaders is None:
+        return list(THREADS_ROWS) if threads else _default_rows()
+    return [name for name in loaders.split(",") if name]
+
+
+def choose_rows(wanted: list[Row], target: Target) -> tuple[list[Row], list[dict[str, str]]]:
     """The rows to run, and those that can't run here with the reason. Raises Unusable if none is left."""
     chosen, left_out = [], []
-    for name in wanted:
-        reason = ROWS[name].missing(target)
+    for row in wanted:
+        reason = row.missing(target)
         if reason:
-            left_out.append({"name": name, "reason": reason})
+            left_out.append({"name": row.name, "reason": reason})
         else:
-            chosen.append(ROWS[name])
+            chosen.append(row)
     if not chosen:
         raise Unusable("no row can run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
     return chosen, left_out
@@ -110,17 +149,17 @@ def choose_rows(wanted: list[str], target: Target) -> tuple[list[Row], list[dict
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The whole result, as `--json` writes it."""
     target = find_target(options.device)
-    rows, left_out = choose_rows(options.loaders, target)
+    rows, left_out = choose_rows(options.rows, target)
     samples = options.samples or DISTINCT_SAMPLES[options.workload]
     if options.data is not None:
-        samples = min(options.samples or sys.maxsize, len(find_images(options.data)))
-    make = make_workload(options.workload, samples, options.seed, options.data)
+        samples = min(options.samples or sys.maxsize, len(find_images(options.data, DECODERS[options.decoder])))
+    make = make_workload(options.workload, samples, options.seed, options.data, options.decoder)
     plan = make_plan(options.step, target, make, rows, options.batch_size, options.steps, options.repeats)
     loader = make_loader(make, plan.batch_size, plan.steps)
     measured = run(plan, rows, loader, target, options.prefetch_batches, options.sync_every_step, options.seed)
     left_out += measured.pop("left_out")
     measured["timelines"] = []
-    if options.plot:
+    if options.plot and options.step != "none":  # a lane of steps that do nothing shows nothing
         try:
             measured["timelines"] = timelines(rows, loader, target, options.prefetch_batches, plan.step)
         except RuntimeError as error:  # of the profiler: no reason to lose the figures
@@ -132,7 +171,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         notes.append("CUDA_LAUNCH_BLOCKING=1 is set: every copy and kernel waits, so nothing can overlap")
     if options.workload == "jpeg":
         source = str(options.data) if options.data else "the photo that matplotlib ships, cropped and varied"
-        description = f"{DESCRIPTIONS['jpeg']}, from {source}"
+        description = f"{DESCRIPTIONS['jpeg']}, by {DECODERS[options.decoder].description}, from {source}"
     else:
         description = DESCRIPTIONS[options.workload]
     return {
@@ -142,7 +181,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "settings": {
             "workload": options.workload,
             "workload_description": description,
-            "step": options.step if target.accelerated else "wait",
+            "decoder": options.decoder if options.workload == "jpeg" else None,
+            "step": "wait" if isinstance(plan.step, Wait) else options.step,
             "step_description": plan.step.description,
             "on_accelerator": target.accelerated,
             "sync_every_step": options.sync_every_step,
@@ -155,6 +195,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "interval": "lowest to highest of the repeats",
         },
         **measured,
+        "multiples_of_one": multiples_of_one(measured["rows"]),
         "left_out": left_out,
         "notes": notes,
     }
@@ -172,7 +213,8 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def complaint(result: dict[str, Any]) -> str | None:
-    """Why the result must not be used, or None. Only a GPU-bound step is quiet enough to say so of times."""
+    """Why the result must not be used, or None. Only a GPU-bound step is quiet enough to say so of times, and only of
+    a decoder whose samples cost the same in each row."""
     settings = result["settings"]
     wrong = [
         row["name"] for row in result["rows"] if row["wrong_repeats"] and (row["ours"] or row["name"] == "dataloader")
@@ -181,6 +223,8 @@ def complaint(result: dict[str, Any]) -> str | None:
         return f"wrong batches in {', '.join(wrong)}: not those of the plain loader, each once and in order"
     below = [row for row in result["rows"] if row["below_bound"]]
     if not below or not settings["on_accelerator"] or settings["step"] != "kernels":
+        return None
+    if settings["decoder"] == TORCHVISION.name:
         return None
     named = ", ".join(
         f"{row['name']} took {row['ms_per_step']['median']:.2f} ms a step, its bound {row['bound_ms']['median']:.2f} ms"

@@ -7,6 +7,7 @@ work, and what arrived can be compared.
 
 from __future__ import annotations
 
+import functools
 import io
 import random
 from collections.abc import Callable, Sequence
@@ -14,20 +15,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from decoders import DECODERS, IMAGE_SIZE, Crop, Decoder
 from epoch import Batch
 from target import Unusable
 from torch.utils.data import DataLoader, Dataset
 
 MakeImage = Callable[[int], torch.Tensor]
 
-IMAGE_SIZE = 224  # pixels a side, as for ImageNet
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
-
 # What is in memory for each sample is repeated until the epoch is long enough, so that no workload needs much memory.
 DISTINCT_SAMPLES = {"jpeg": 256, "memory": 512, "python": 1}
 
 DESCRIPTIONS = {
-    "jpeg": "JPEG decode, random resized crop, flip and normalise by PIL, [3, 224, 224] float32",
+    "jpeg": "JPEG decode, random resized crop, flip and normalise, [3, 224, 224] float32",
     "memory": "ready float32 tensors [3, 224, 224] in memory, only stacked",
     "python": "a pure Python loop that holds the GIL, then a small tensor [3, 32, 32]",
 }
@@ -62,11 +61,11 @@ def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Batch]:
     return cast("DataLoader[Batch]", loader)  # torch's type names a sample where this one names a batch
 
 
-def make_workload(name: str, samples: int, seed: int, folder: Path | None) -> MakeImage:
-    """The function from index to image for workload `name`, with `samples` different samples behind it. It can be
-    pickled: worker processes get it."""
+def make_workload(name: str, samples: int, seed: int, folder: Path | None, decoder: str = "pil") -> MakeImage:
+    """The function from index to image for workload `name`, with `samples` different samples behind it; `folder` and
+    `decoder` are for jpeg. It can be pickled: worker processes get it. Raises Unusable if a package is missing."""
     if name == "jpeg":
-        return Jpeg(samples, seed, folder)
+        return Jpeg(samples, seed, folder, DECODERS[decoder])
     if name == "memory":
         return Memory(samples, seed)
     return HoldsTheGil(seed)
@@ -96,49 +95,35 @@ class HoldsTheGil:
 class Jpeg:
     """Decode, random resized crop, flip and normalise, of files in `folder` or of variations of one photo."""
 
-    MEAN = [0.485, 0.456, 0.406]  # of ImageNet's red, green and blue, as fractions of 255
-    DEVIATION = [0.229, 0.224, 0.225]
-
-    def __init__(self, samples: int, seed: int, folder: Path | None) -> None:
-        try:
-            import PIL.Image  # noqa: F401
-        except ModuleNotFoundError:
-            raise SystemExit('workload jpeg needs Pillow: python -m pip install ".[bench]"') from None
+    def __init__(self, samples: int, seed: int, folder: Path | None, decoder: Decoder) -> None:
+        if reason := decoder.missing():
+            raise Unusable(reason)
         self.seed = seed
+        self.decoder = decoder
         self.files: Sequence[Path | bytes] = (
-            vary_photo(samples, seed) if folder is None else find_images(folder)[:samples]
+            vary_photo(samples, seed) if folder is None else find_images(folder, decoder)[:samples]
         )
 
     def __call__(self, index: int) -> torch.Tensor:
-        import numpy
-        from PIL import Image
-
         chance = random.Random(self.seed * 1_000_003 + index)
         source = self.files[index % len(self.files)]
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
-            photo = file.convert("RGB")
-        box = _random_box(photo.width, photo.height, chance)
-        photo = photo.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR, box=box)
-        if chance.random() < 0.5:
-            photo = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        # In numpy: torch would split each of these small operations over its threads, and a sample's cost would then
-        # depend on what else runs on the machine.
-        mean = numpy.array(self.MEAN, dtype=numpy.float32) * 255
-        scale = 1 / (numpy.array(self.DEVIATION, dtype=numpy.float32) * 255)
-        pixels = (numpy.asarray(photo, dtype=numpy.float32) - mean) * scale
-        return torch.from_numpy(numpy.ascontiguousarray(pixels.transpose(2, 0, 1)))
+        data = source if isinstance(source, bytes) else source.read_bytes()
+        try:
+            return self.decoder.decode(data, functools.partial(_random_crop, chance))
+        except Exception as error:  # a decoder knows no file name
+            name = "a JPEG made by Pillow" if isinstance(source, bytes) else str(source)
+            raise Unusable(f"--decoder {self.decoder.name} failed on {name}: {error}") from error
 
 
-def _random_box(width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
-    """A crop of 8 to 100 % of the area and an aspect of 3/4 to 4/3, the usual choice for ImageNet: (left, top, right,
-    bottom) in pixels."""
+def _random_crop(chance: random.Random, width: int, height: int) -> Crop:
+    """8 to 100 % of the area and an aspect of 3/4 to 4/3, the usual choice for ImageNet; flipped every other time."""
     area = width * height * chance.uniform(0.08, 1.0)
     aspect = chance.uniform(3 / 4, 4 / 3)
     crop_width = max(1, min(width, round((area * aspect) ** 0.5)))
     crop_height = max(1, min(height, round((area / aspect) ** 0.5)))
     left = chance.randint(0, width - crop_width)
     top = chance.randint(0, height - crop_height)
-    return left, top, left + crop_width, top + crop_height
+    return Crop(left, top, crop_width, crop_height, flipped=chance.random() < 0.5)
 
 
 def vary_photo(samples: int, seed: int) -> list[bytes]:
@@ -146,7 +131,7 @@ def vary_photo(samples: int, seed: int) -> list[bytes]:
     try:
         from matplotlib.cbook import get_sample_data
     except ModuleNotFoundError:
-        raise SystemExit(
+        raise Unusable(
             'workload jpeg needs matplotlib for its photo (python -m pip install ".[bench]"), or --data DIR'
         ) from None
     from PIL import Image, ImageEnhance
@@ -167,9 +152,10 @@ def vary_photo(samples: int, seed: int) -> list[bytes]:
     return files
 
 
-def find_images(folder: Path) -> Sequence[Path]:
-    """The image files under `folder`, sorted. Raises Unusable if there are none."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+def find_images(folder: Path, decoder: Decoder) -> Sequence[Path]:
+    """The files under `folder` that `decoder` reads, sorted. Raises Unusable if there are none."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in decoder.suffixes)
     if not paths:
-        raise Unusable(f"--data {str(folder)!r} holds no image; looked for {', '.join(sorted(IMAGE_SUFFIXES))}")
+        suffixes = ", ".join(sorted(decoder.suffixes))
+        raise Unusable(f"--data {str(folder)!r} holds no image for --decoder {decoder.name}; looked for {suffixes}")
     return paths
