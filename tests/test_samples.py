@@ -2,15 +2,12 @@
 
 import collections
 import gc
-import io
 import itertools
-import sqlite3
 import sys
 import threading
 import time
 import warnings
 import weakref
-import zipfile
 
 import pytest
 import torch
@@ -665,88 +662,6 @@ def test_cuda_in_a_forked_worker_gets_a_note(before):
     with pytest.raises(RuntimeError, match="forked subprocess") as caught:
         next(iter(PrefetchIterator(DataLoader(Ramp(4, hook=hook)), device="cpu")))
     assert any("num_workers=0" in note and "num_threads=N" in note for note in caught.value.__notes__)
-
-
-# --- datasets with handles: one for each thread, as the documentation says
-
-
-class OneHandleAThread(Dataset):
-    def __init__(self, n):
-        self.n, self.local, self.opened = n, threading.local(), []
-
-    def __len__(self):
-        return self.n
-
-    def handle(self):
-        if not hasattr(self.local, "handle"):
-            self.local.handle = self.open()
-            self.opened.append(threading.get_ident())
-        return self.local.handle
-
-
-class Rows(OneHandleAThread):
-    """A database that is only to be used in the thread that opened it."""
-
-    def __init__(self, n, path):
-        super().__init__(n)
-        self.path = path
-        with sqlite3.connect(path) as db:
-            db.execute("create table samples (i integer primary key, value real)")
-            db.executemany("insert into samples values (?, ?)", [(i, i / 2) for i in range(n)])
-        db.close()
-
-    def open(self):
-        return sqlite3.connect(self.path)
-
-    def __getitem__(self, i):
-        return torch.tensor(self.handle().execute("select value from samples where i = ?", (i,)).fetchone())
-
-
-class Archive(OneHandleAThread):
-    """An archive whose file position all readers of one handle share."""
-
-    def __init__(self, n, path):
-        super().__init__(n)
-        self.path = path
-        with zipfile.ZipFile(path, "w") as archive:
-            for i in range(n):
-                buffer = io.BytesIO()
-                torch.save(torch.full((100,), i / 2), buffer)
-                archive.writestr(str(i), buffer.getvalue())
-
-    def open(self):
-        return zipfile.ZipFile(self.path)
-
-    def __getitem__(self, i):
-        return torch.load(io.BytesIO(self.handle().read(str(i))))
-
-
-@windows
-@pytest.mark.parametrize("kind", [Rows, Archive])
-def test_one_handle_a_thread(kind, before, tmp_path):
-    data = kind(60, tmp_path / "samples")
-    loader = DataLoader(data, batch_size=3)
-    out = list(on_threads(loader))
-    assert [batch.flatten()[0].item() for batch in out] == [i / 2 for i in range(0, 60, 3)]
-    assert len(set(data.opened)) == len(data.opened) <= 4
-
-
-def test_a_dataset_bound_to_its_thread_says_so_itself(before):
-    class Bound(Dataset):
-        def __init__(self):
-            self.db = sqlite3.connect(":memory:")
-
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, i):
-            return self.db.execute("select ?", (i,)).fetchone()[0]
-
-    loader = DataLoader(Bound(), batch_size=1)
-    for n in (1, 4):
-        with pytest.raises(sqlite3.ProgrammingError):
-            within(20, lambda n=n: list(PrefetchIterator(loader, device="cpu", num_threads=n)))
-    assert vals(PrefetchIterator(loader, device="cpu", num_threads=0)) == [0, 1, 2]
 
 
 # --- the environment
