@@ -109,13 +109,13 @@ class Jpeg:
         source = self.files[index % len(self.files)]
         data = source if isinstance(source, bytes) else source.read_bytes()
         try:
-            return self.decoder.decode(data, functools.partial(_random_crop, chance))
+            return self.decoder.decode(data, functools.partial(random_crop, chance))
         except Exception as error:  # a decoder knows no file name
             name = "a JPEG made by Pillow" if isinstance(source, bytes) else str(source)
             raise Unusable(f"--decoder {self.decoder.name} failed on {name}: {error}") from error
 
 
-def _random_crop(chance: random.Random, width: int, height: int) -> Crop:
+def random_crop(chance: random.Random, width: int, height: int) -> Crop:
     """8 to 100 % of the area and an aspect of 3/4 to 4/3, the usual choice for ImageNet; flipped every other time."""
     area = width * height * chance.uniform(0.08, 1.0)
     aspect = chance.uniform(3 / 4, 4 / 3)
