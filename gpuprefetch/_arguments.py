@@ -16,6 +16,7 @@ from gpuprefetch._environment import driver_library
 from gpuprefetch._source import why_one_thread
 
 _MOST_THREADS = 256
+LARGEST_SEED = (1 << 64) - 1
 
 
 def checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
@@ -49,6 +50,21 @@ def checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
         f"num_threads={num_threads}, but one thread iterates this loader: {reason}", RuntimeWarning, stacklevel=3
     )
     return 1
+
+
+def checked_seed(seed: int | None, num_threads: int, loader: Iterable[Any]) -> int | None:
+    if seed is None:
+        return None
+    seed = checked_int("seed", seed, 0, LARGEST_SEED)
+    reason = why_one_thread(loader)
+    if num_threads > 0 and reason is not None:
+        warnings.warn(
+            f"seed={seed}, but with num_threads={num_threads} this loader draws from the global generators at the same "
+            f"time as the loop, if it draws from them at all: {reason}. With num_threads=0 they are seeded",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return seed
 
 
 @functools.cache

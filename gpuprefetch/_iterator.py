@@ -12,9 +12,11 @@ import torch
 
 from gpuprefetch import _threads
 from gpuprefetch._arguments import (
+    LARGEST_SEED,
     checked_device,
     checked_int,
     checked_loader,
+    checked_seed,
     checked_skip_keys,
     checked_threads,
     checked_timeout,
@@ -29,7 +31,6 @@ from gpuprefetch._source import Source
 
 _MOST_BATCHES = 10_000
 _MOST_PINNED_BYTES = 1 << 40
-_LARGEST_SEED = (1 << 64) - 1
 
 
 class PrefetchIterator:
@@ -66,12 +67,14 @@ class PrefetchIterator:
             (so a sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded
             it).
         skip_keys: keys of mappings, at any depth, whose values stay as they are.
-        seed: 0 to 2**64 - 1, or None. Makes the order of an epoch, and what ``sample_generator()`` and ``sample_rng()``
-            give in ``dataset[i]``, depend on it and on the number of the epoch alone, for any ``num_threads``: each
-            ``iter()`` counts one up from 0, ``set_epoch(n)`` makes the next one number n. With ``num_threads=0`` the
-            same holds for what dataset and ``collate_fn`` draw from the global generators of Python, NumPy and torch's
-            CPU, whose states are the loop's own again afterwards. A loader with a generator of its own takes its order
-            from that. By None the order is the plain loader's.
+        seed: 0 to 2**64 - 1, or None. With it an epoch depends on the seed and on its own number alone, for any
+            ``num_threads``: the order, where a DataLoader's sampler draws it before the first index, as torch's do, and
+            what ``sample_generator()`` and ``sample_rng()`` give in ``dataset[i]``. Each ``iter()`` counts one up from
+            0; ``set_epoch(n)`` makes the next one number n. With ``num_threads=0`` the same holds for all that is drawn
+            from the global generators of Python, NumPy and torch's CPU while a batch is loaded, as long as no other
+            thread draws from them; afterwards their states are the loop's own again. That costs a fraction of a
+            millisecond for each batch, and processes with one seed draw alike. Samplers and loaders with a generator
+            of their own draw from that. Without a seed the order is the plain loader's.
         pinned_bytes: size limit, in bytes, of the pinned host buffer that all copies to this device go through, however
             large a batch is; rounded down to a power of two. One buffer serves all objects of the process: the largest
             value among the open ones counts. Default 64 MiB; below 1 MiB copies leave from pageable memory.
@@ -120,7 +123,7 @@ class PrefetchIterator:
         self._prefetch_batches = checked_int("prefetch_batches", prefetch_batches, 1, _MOST_BATCHES)
         self._num_threads = checked_threads(num_threads, self._loader)
         self._skip_keys = checked_skip_keys(skip_keys)
-        self._seed = None if seed is None else checked_int("seed", seed, 0, _LARGEST_SEED)
+        self._seed = checked_seed(seed, self._num_threads, self._loader)
         self._next_epoch = 0
         self._pinned_bytes = (
             DEFAULT_PINNED_BYTES
@@ -161,7 +164,8 @@ class PrefetchIterator:
         self.close()
 
     def close(self) -> None:
-        """Ends all epochs and their threads and gives the pinned memory back. Iterating again starts afresh.
+        """Ends all epochs and their threads and gives the pinned memory back. Iterating again starts afresh, with the
+        next epoch.
 
         A loop that is in an epoch sees its end, as if the loader had no more batches.
 
@@ -185,7 +189,7 @@ class PrefetchIterator:
         of whichever have one. Takes effect with the next epoch: nothing of it is loaded before ``iter()``. With a
         ``seed`` that one has this number."""
         if self._seed is not None:
-            self._next_epoch = checked_int("epoch", epoch, 0, _LARGEST_SEED)
+            self._next_epoch = checked_int("epoch", epoch, 0, LARGEST_SEED)
         if isinstance(self._loader, PrefetchIterator):  # forwards what it wraps, and would reach everything twice
             self._loader.set_epoch(epoch)
             return

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from gpuprefetch._seeds import fetches_one_by_one
+
 
 class Batch:
     """One batch on its way through the threads."""
@@ -81,7 +83,7 @@ class Samples:
         self._dataset = dataset
         self._collate: Any = collate
         self._auto_collation = auto_collation
-        self._splits = auto_collation and not getattr(dataset, "__getitems__", None)
+        self._splits = auto_collation and fetches_one_by_one(dataset)
         self.num_threads = num_threads
         self._tasks: queue.SimpleQueue[tuple[Batch, range] | _Task] = queue.SimpleQueue()
         self._complete: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()  # None: stopped

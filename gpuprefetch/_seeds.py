@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
+from torch.utils.data import StackDataset, Subset
 
 T = TypeVar("T")
 
@@ -29,18 +30,42 @@ class Seeds:
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
 
     def call(self, place: object, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls it with Python's, NumPy's and torch's CPU generators seeded for ``place``; then they are as before."""
-        python, legacy, cpu = random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+        """Calls it with Python's, NumPy's and torch's CPU generators seeded for ``place``; then they are as before.
+
+        Right as long as no other thread draws from them meanwhile.
+        """
+        python, legacy = random.getstate(), numpy.random.get_state(legacy=False)
+        cpu = torch.default_generator.get_state()
         number = self.number("global", place)
         try:
             random.seed(number)
             numpy.random.seed([(number >> shift) & 0xFFFF_FFFF for shift in range(0, 128, 32)])
             torch.default_generator.manual_seed(number & 0xFFFF_FFFF_FFFF_FFFF)
             return function(*arguments)
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(legacy)
-            torch.default_generator.set_state(cpu)
+        finally:  # Ctrl-C may come in any of them
+            try:
+                torch.default_generator.set_state(cpu)
+            finally:
+                try:
+                    random.setstate(python)
+                finally:
+                    numpy.random.set_state(legacy)
+
+
+def fetches_one_by_one(dataset: Any) -> bool:
+    """False if a batch of samples is one call of the dataset's ``__getitems__``.
+
+    Those of torch's own that have it only to pass it on are asked for one sample at a time where there is nothing to
+    pass it on to.
+    """
+    if not getattr(dataset, "__getitems__", None):
+        return True
+    if type(dataset) is Subset:
+        return fetches_one_by_one(dataset.dataset)
+    if type(dataset) is StackDataset:
+        children = dataset.datasets
+        return all(map(fetches_one_by_one, children.values() if isinstance(children, dict) else children))
+    return False
 
 
 class SeededDataset:
@@ -49,8 +74,8 @@ class SeededDataset:
     def __init__(self, dataset: Any, seeds: Seeds) -> None:
         self._dataset = dataset
         self._seeds = seeds
-        if many := getattr(dataset, "__getitems__", None):
-            self.__getitems__ = functools.partial(_fetch, seeds, _SEVERAL, many)
+        if not fetches_one_by_one(dataset):
+            self.__getitems__ = functools.partial(_fetch, seeds, _SEVERAL, dataset.__getitems__)
 
     def __getitem__(self, index: Any) -> Any:
         return _fetch(self._seeds, index, operator.getitem, self._dataset, index)
@@ -85,27 +110,33 @@ def sample_generator(index: Any = None) -> torch.Generator:
         def __getitem__(self, i):
             angle = torch.rand((), generator=gpuprefetch.sample_generator())
 
-    What it gives depends on the ``seed`` of the PrefetchIterator, the epoch and the sample's index: not on the number
-    of threads, nor on the order. Calls for one sample return one generator, which goes on where it was.
+    What it gives depends on the ``seed`` of the PrefetchIterator, the number of the epoch and the sample's index: not
+    on the number of threads, nor on the order. An index that comes twice in an epoch gives the same numbers twice.
+    Calls for one sample return one generator, which goes on where it was. torch takes 32 bits of a seed, so two of a
+    million samples may well get the same numbers; ``sample_rng()`` has 128.
 
     Args:
-        index: of the sample. Needed in ``__getitems__``, which is asked for several at once. Integers of all types
-            are equal; any other index counts by its ``repr``.
+        index: of the sample: an integer (of any type), a string, bytes, a float, None, a slice, or a list or tuple of
+            these. Needed in ``__getitems__``, which is asked for several at once.
 
     Raises:
         RuntimeError: no sample is being fetched in this thread by a PrefetchIterator that has a seed.
-        TypeError: the index has no ``repr`` of its own.
+        TypeError: the index is something else.
     """
     return _drawn_from("torch", index, _torch_generator)  # type: ignore[no-any-return]
 
 
 def sample_rng(index: Any = None) -> numpy.random.Generator:
-    """The NumPy generator of a sample; otherwise as ``sample_generator``, of which it is independent."""
-    return _drawn_from("numpy", index, numpy.random.default_rng)  # type: ignore[no-any-return]
+    """The NumPy generator of a sample (PCG64); otherwise as ``sample_generator``, of which it is independent."""
+    return _drawn_from("numpy", index, _numpy_generator)  # type: ignore[no-any-return]
 
 
 def _torch_generator(number: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(number & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def _numpy_generator(number: int) -> numpy.random.Generator:
+    return numpy.random.Generator(numpy.random.PCG64(number))
 
 
 def _drawn_from(library: str, index: Any, make: Callable[[int], Any]) -> Any:
@@ -113,8 +144,8 @@ def _drawn_from(library: str, index: Any, make: Callable[[int], Any]) -> Any:
     if sampling is None:
         raise RuntimeError(
             "no seeded sample is being fetched in this thread: sample_generator() and sample_rng() are for use inside "
-            "dataset[i], called by a PrefetchIterator(loader, seed=...) whose loader has a map-style dataset and "
-            "num_workers=0"
+            "dataset[i], on the thread that calls it, where a PrefetchIterator(loader, seed=...) has torch's own "
+            "DataLoader with a map-style dataset and num_workers=0"
         )
     if index is None:
         index = sampling.index
@@ -132,9 +163,18 @@ def _name(index: Any) -> str:
         return str(operator.index(index))
     except TypeError:
         pass
-    if callable(getattr(index, "tolist", None)):  # whose repr leaves out the middle
+    for kind in (str, bytes, float):
+        if isinstance(index, kind):
+            return kind.__repr__(index)  # of NumPy's own subclasses, too
+    if index is None:
+        return "None"
+    if isinstance(index, slice):
+        return f"slice{_name((index.start, index.stop, index.step))}"
+    if callable(getattr(index, "tolist", None)):
         index = index.tolist()
-    shown_by: Any = type(index).__repr__
-    if shown_by is object.__repr__:  # which shows the address
-        raise TypeError(f"an index that seeds a generator must have a repr of its own, not {index!r}")
-    return repr(index)
+    if isinstance(index, (list, tuple)):
+        return f"({', '.join(map(_name, index))})"
+    raise TypeError(
+        "an index that seeds a generator must be an integer, a string, bytes, a float, None, a slice, or a list or "
+        f"tuple of these, not {index!r}"
+    )

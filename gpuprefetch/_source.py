@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -25,7 +26,7 @@ class Source:
 
     ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch. With several
     ``num_threads`` the samples come from ``samples``; the threads for it are the caller's to make. With none, ``seeds``
-    seed what a batch draws from the global generators: only then nothing else draws from them meanwhile.
+    seed what a batch draws from the global generators: in a loader thread the step would draw from them meanwhile.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Source:
     ) -> None:
         self._seeds_each_batch = seeds if num_threads == 0 else None
         self._numbers = itertools.count()
-        self._iterator = _begun(loader) if seeds is None else seeds.call("order", _begun, loader)
+        self._iterator = _begun(loader) if seeds is None else seeds.call("order", _begun_alike, loader)
         self._is_the_users = self._iterator is loader
         self.samples: Samples | None = None
         if isinstance(self._iterator, _SingleProcessDataLoaderIter):
             # A subclass may look at what its fetcher gives.
             is_torchs_own = type(self._iterator) is _SingleProcessDataLoaderIter
+            if self._is_the_users:  # who may go on with it by hand
+                adapt_collate, seeds = _as_it_is, None
             _own_fetcher(self._iterator, adapt_collate if is_torchs_own else _as_it_is, seeds)
             if num_threads > 1 and is_torchs_own:
                 self.samples = _spread(self._iterator, num_threads)
@@ -80,6 +83,13 @@ def _begun(loader: Iterable[Any]) -> Iterator[Any]:
     if isinstance(iterator, _SingleProcessDataLoaderIter):
         _draw_first_index(iterator)
     return iterator
+
+
+def _begun_alike(loader: Iterable[Any]) -> Iterator[Any]:
+    """With the same draws in each epoch. Persistent workers have one iterator, which draws its base seed but once."""
+    if getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=getattr(loader, "generator", None))
+    return _begun(loader)
 
 
 def _spread(source: _SingleProcessDataLoaderIter, num_threads: int) -> Samples | None:

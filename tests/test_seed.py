@@ -2,15 +2,20 @@
 
 import operator
 import random
+import sys
+import threading
+import warnings
 
 import numpy
 import pytest
 import torch
 from loaders import THREADS, Ramp
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, StackDataset, Subset, random_split
+from torch.utils.data.distributed import DistributedSampler
 
 import gpuprefetch
-from gpuprefetch import PrefetchIterator
+from gpuprefetch import PrefetchIterator, _source
+from gpuprefetch._seeds import Seeds, fetches_one_by_one
 
 pytestmark = pytest.mark.windows
 
@@ -157,6 +162,97 @@ def test_global_draws_on_the_calling_thread_are_apart_from_the_loops(dataset):
     assert len(expected.reshape(-1, expected.shape[-1])[:, -1].unique()) == 2 * N
 
 
+def test_a_seed_of_0_is_a_seed():
+    first = epochs(Augmented(), seed=0)
+    draw_globally()
+    assert torch.equal(epochs(Augmented(), seed=0), first)
+
+
+@pytest.mark.parametrize("threads", [threads for threads in THREADS if threads])
+def test_in_other_threads_the_global_generators_are_the_loops(threads):
+    """Seeded there, they would be seeded under the feet of the training step."""
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    before, seen = global_states(), []
+    epochs(Ramp(N, hook=lambda i: seen.append(global_states())), num_threads=threads)
+    assert seen and all(state == before for state in seen)
+
+
+@pytest.mark.skipif(len(THREADS) < 3, reason="sample threads are not tested here")
+def test_samples_fetched_at_the_same_time_have_generators_of_their_own():
+    together = threading.Barrier(3, timeout=20)
+
+    class Meeting(Augmented):
+        def __getitem__(self, i):
+            together.wait()
+            first = gpuprefetch.sample_rng().random()
+            together.wait()
+            return torch.tensor([i, first, gpuprefetch.sample_rng().random()], dtype=torch.float64)
+
+    batches = PrefetchIterator(DataLoader(Meeting(), 3), "cpu", seed=5, num_threads=3)
+    expected = torch.cat(list(PrefetchIterator(DataLoader(Augmented(), 3), "cpu", seed=5)))
+    assert torch.equal(torch.cat(list(batches)), expected[:, [0, 3, 4]])
+
+
+def test_set_epoch_still_reaches_the_loader():
+    sampler = DistributedSampler(Ramp(N), num_replicas=1, rank=0, shuffle=True)
+    batches = PrefetchIterator(DataLoader(Ramp(N), 5, sampler=sampler), "cpu", seed=5)
+    batches.set_epoch(7)
+    assert sampler.epoch == 7
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_change_no_order(persistent):
+    def loader(workers):
+        persistent_workers = persistent and workers > 0
+        context = "fork" if workers else None
+        return DataLoader(
+            Ramp(N),
+            N,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=persistent_workers,
+            multiprocessing_context=context,
+        )
+
+    plain = PrefetchIterator(loader(0), "cpu", seed=5)
+    expected = [next(iter(plain)).flatten().tolist() for _ in range(3)]
+    with PrefetchIterator(loader(1), "cpu", seed=5) as batches:
+        assert [list(batches)[0].flatten().tolist() for _ in range(3)] == expected
+        batches.set_epoch(0)
+        assert list(batches)[0].flatten().tolist() == expected[0]
+
+
+def test_an_iterator_of_the_users_is_left_as_it_is():
+    iterator = iter(DataLoader(Ramp(N), 1))
+    dataset, collate = iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn
+    source = _source.Source(iterator, lambda collate: lambda samples: "adapted", seeds=Seeds(5, 0))
+    assert torch.equal(next(source), torch.zeros(1, 4))
+    source.close()
+    assert iterator._dataset_fetcher.dataset is dataset and iterator._dataset_fetcher.collate_fn is collate
+    assert torch.equal(next(iterator), torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    "loader, reason",
+    [
+        (DataLoader(DrawsInAStream(), 5), "its dataset is an IterableDataset"),
+        ([torch.zeros(1)], "it is no DataLoader"),
+    ],
+)
+def test_a_loader_whose_draws_no_seed_reaches_is_named(loader, reason):
+    with pytest.warns(
+        RuntimeWarning, match=f"seed=5, but with num_threads=1 .*: {reason}. With num_threads=0 they are"
+    ):
+        PrefetchIterator(loader, "cpu", seed=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PrefetchIterator(loader, "cpu", seed=5, num_threads=0)
+        PrefetchIterator(DataLoader(Ramp(N)), "cpu", seed=5)
+
+
 @pytest.mark.parametrize("threads", THREADS)
 def test_the_order_leaves_the_global_generators_alone(threads):
     random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
@@ -239,6 +335,26 @@ def test_getitems_without_the_index():
         epochs(Forgets())
 
 
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("wrap", [lambda d: random_split(d, [1.0])[0], lambda d: Subset(Subset(d, range(N)), range(N))])
+def test_a_subset_fetches_one_by_one_what_its_dataset_does(wrap, threads):
+    """torch's Subset has a __getitems__ that the user never wrote."""
+    torch.manual_seed(0)
+    dataset = wrap(Augmented())
+    torch.manual_seed(0)
+    expected = torch.cat(list(PrefetchIterator(DataLoader(dataset, 5), "cpu", seed=5, num_threads=0)))
+    assert torch.equal(expected[:, 0].sort().values, torch.arange(N, dtype=torch.float64))
+    batches = PrefetchIterator(DataLoader(dataset, 5), "cpu", seed=5, num_threads=threads)
+    assert torch.equal(torch.cat(list(batches)), expected)
+
+
+def test_which_datasets_fetch_one_by_one():
+    one, many = Augmented(), AsksForMany()
+    alone = [one, [1, 2], Subset(one, [1]), Subset(Subset(one, [1]), [0]), StackDataset(one, one), StackDataset(a=one)]
+    together = [many, Subset(many, [1]), Subset(Subset(many, [1]), [0]), StackDataset(one, many), StackDataset(a=many)]
+    assert [fetches_one_by_one(dataset) for dataset in alone + together] == [True] * 6 + [False] * 5
+
+
 class Keyed(Dataset):
     def __getitem__(self, key):
         return torch.rand(2, generator=gpuprefetch.sample_generator())
@@ -253,19 +369,23 @@ def test_integers_of_all_types_are_one_index():
     assert all(torch.equal(other, first) for other in others)
 
 
-def test_other_keys_count_by_their_repr():
+def test_which_keys_are_one_index():
     long = numpy.arange(3000)
     middle = long.copy()
     middle[1500] = 0
-    keys = ["3", 3, "a", ("a", 3), [3], None, 3.5, long, middle]
+    keys = ["3", 3, b"3", "a", ("a", 3), [3], None, 3.5, slice(3), slice(3, 4), (3, (4,)), (3, 4), long, middle]
     draws = torch.stack(drawn_for(keys))
     assert len(draws.unique()) == draws.numel()
-    assert torch.equal(torch.stack(drawn_for(keys)), draws)
+    alike = [numpy.str_("3"), torch.tensor(3), b"3", "a", ["a", numpy.int8(3)], (torch.tensor(3),), None]
+    alike += [numpy.float64(3.5), slice(numpy.int64(3)), slice(3, 4), [3, [4]], torch.tensor([3, 4])]
+    alike += [torch.tensor(long), torch.tensor(middle)]
+    assert torch.equal(torch.stack(drawn_for(alike)), draws)
 
 
-def test_a_key_without_a_repr_of_its_own():
-    with pytest.raises(TypeError, match="must have a repr of its own, not <object object at"):
-        drawn_for([object()])
+@pytest.mark.parametrize("key", [object(), {3}, [1, object()], (1, {"a": 2}), lambda: 3])
+def test_a_key_that_is_no_index(key):
+    with pytest.raises(TypeError, match="must be an integer, a string, bytes, a float, None, a slice, or a list"):
+        drawn_for([key])
 
 
 @pytest.mark.parametrize("draw", [gpuprefetch.sample_generator, gpuprefetch.sample_rng])
