@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import footprint
@@ -21,7 +22,8 @@ from target import Target
 from tqdm import tqdm
 
 TRANSPORT, COMPUTE = "load, stage, copy", "compute"
-STEPS_A_READING = 5  # of the footprint: one takes some milliseconds
+FOOTPRINT_STEPS = 26  # of an epoch: more than any queue holds
+STEPS_A_READING = 5  # one takes some milliseconds
 SPEED_SECONDS = 0.25
 PART_NAMES = tuple(field.name for field in dataclasses.fields(Parts))
 TOLERANCE = 0.02  # a row may be this much below its bound before that counts as wrong
@@ -52,22 +54,23 @@ def run(
     sources: dict[str, Iterable[Batch]] = {}
     left_out: list[dict[str, str]] = []
     tqdm.monitor_interval = 0  # its thread would take the GIL now and then
-    progress = tqdm(total=plan.repeats * (len(rows) + 2) + len(rows), leave=False, unit="cell", disable=None)
+    progress = tqdm(total=plan.repeats * (len(rows) + 2) + 2 * len(rows), leave=False, unit="cell", disable=None)
 
     with ExitStack() as open_rows, progress:
         resident = ResidentBatches(loader, target, plan.steps)
         for row in rows:
+            progress.set_description(f"footprint: {row.name}")
+            target.restore_intra_op_threads()
+            with _excused(row, left_out):
+                footprints[row.name] = _footprint_alone(row, loader, plan, target, prefetch_batches)
+            progress.update()
+        for row in (row for row in rows if row.name in footprints):
             progress.set_description(f"untimed: {row.name}")
             target.restore_intra_op_threads()
-            before = footprint.read_released(target)
-            try:
+            with _excused(row, left_out):
                 sources[row.name] = open_rows.enter_context(row.make(loader, target, prefetch_batches))
-                footprints[row.name] = _warm_up(sources[row.name], plan, target).above(before)
+                _warm_up(sources[row.name], plan, target)
                 epochs[row.name] = []
-            except Exception as error:
-                if row.is_ours or row.name == "dataloader":
-                    raise
-                left_out.append({"name": row.name, "reason": f"{type(error).__name__}: {error}".splitlines()[0]})
             progress.update()
         rows = [row for row in rows if row.name in epochs]
         cells = [TRANSPORT, COMPUTE, *epochs]
@@ -129,16 +132,40 @@ def _least_host_parts(parts: list[Parts]) -> list[Parts]:
     return [dataclasses.replace(part, **least) for part in parts]
 
 
-def _warm_up(source: Iterable[Batch], plan: Plan, target: Target) -> Footprint:
+@contextmanager
+def _excused(row: Row, left_out: list[dict[str, str]]) -> Iterator[None]:
+    """A peer that fails is left out; the plain loader and our own rows may not."""
+    try:
+        yield
+    except Exception as error:
+        if row.is_ours or row.name == "dataloader":
+            raise
+        left_out.append({"name": row.name, "reason": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+def _footprint_alone(row: Row, loader: Loader, plan: Plan, target: Target, prefetch_batches: int) -> Footprint:
+    """The highest of some steps, with no other row open: what rows share would count for the first one only."""
+    before = footprint.read_released(target)
+    with row.make(loader, target, prefetch_batches) as source:
+        readings = [footprint.read(target)]
+        batches = iter(source)
+        for number, (images, labels) in enumerate(itertools.islice(batches, FOOTPRINT_STEPS)):
+            plan.step(images, labels)
+            target.synchronize()
+            if number % STEPS_A_READING == 0:
+                readings.append(footprint.read(target))
+            del images, labels
+        if hasattr(batches, "close"):
+            batches.close()
+    return footprint.highest(readings).above(before)
+
+
+def _warm_up(source: Iterable[Batch], plan: Plan, target: Target) -> None:
     """An epoch that nobody times: first touch of pinned memory, allocator caches, kernel choice. To its end, since some
-    clean up only in the next epoch after one that was left. Gives the highest footprint during it."""
-    readings = [footprint.read(target)]
-    for number, (images, labels) in enumerate(source):
+    clean up only in the next epoch after one that was left."""
+    for images, labels in source:
         plan.step(images, labels)
-        target.synchronize()
-        if number % STEPS_A_READING == 0:
-            readings.append(footprint.read(target))
-    return footprint.highest(readings)
+    target.synchronize()
 
 
 def _bring_to_speed(resident: ResidentBatches, plan: Plan, target: Target) -> None:

@@ -522,7 +522,7 @@ def test_objects_are_flat_over_epochs(before):
             assert vals(PrefetchIterator(loader, device="cpu")) == [0, 1, 2]
         assert eventually(lambda: not threads(since=before))
         gc.collect()
-        counts.append(sum(type(thing).__module__.startswith("gpuprefetch") for thing in gc.get_objects()))
+        counts.append(sum(str(type(thing).__module__).startswith("gpuprefetch") for thing in gc.get_objects()))
     assert counts[1:] == counts[:1] * 3
 
 
