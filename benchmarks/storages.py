@@ -243,17 +243,29 @@ def _jpeg(decode: Decode) -> Callable[[Sequence[bytes], Path], Storage]:
     return lambda photos, folder: JpegFiles(photos, folder, decode)
 
 
+def _by_opencv(decode: Decode) -> Callable[[Sequence[bytes], Path], Storage]:
+    def make(photos: Sequence[bytes], folder: Path) -> Storage:
+        import cv2
+
+        cv2.setNumThreads(1)  # its own would make several threads of the row with one
+        return JpegFiles(photos, folder, decode)
+
+    return make
+
+
 KINDS = {
     "jpeg": Kind("JPEG files, decoded by PIL", "PIL", "pillow", _jpeg(decode_with_pil)),
     "jpeg-half": Kind(
         "JPEG files, decoded by PIL at half size: draft()", "PIL", "pillow", _jpeg(decode_half_with_pil), is_half=True
     ),
-    "jpeg-opencv": Kind("JPEG files, decoded by OpenCV", "cv2", "opencv-python-headless", _jpeg(decode_with_opencv)),
+    "jpeg-opencv": Kind(
+        "JPEG files, decoded by OpenCV", "cv2", "opencv-python-headless", _by_opencv(decode_with_opencv)
+    ),
     "jpeg-opencv-half": Kind(
         "JPEG files, decoded by OpenCV at half size",
         "cv2",
         "opencv-python-headless",
-        _jpeg(decode_half_with_opencv),
+        _by_opencv(decode_half_with_opencv),
         is_half=True,
     ),
     "jpeg-torchvision": Kind(
