@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -163,8 +164,9 @@ class Share:
         if os.getpid() == self._pid:  # a forked child has neither the threads nor the device
             self.copier.close(id(self))
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then the exit hook has given the memory back, and modules may be gone
+            self.close()
 
 
 def _leak(*things: object) -> None:

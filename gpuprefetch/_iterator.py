@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -132,9 +133,9 @@ class PrefetchIterator:
         )
         self._timeout = checked_timeout(timeout)
         self._device = checked_device(device)
-        self._epochs: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+        self._epochs: set[weakref.ref[EpochIterator]] = set()  # a WeakSet can't be read while another thread drops one
         self._implicit: EpochIterator | None = None
-        self._lock = threading.RLock()  # of _epochs and _share, never held while code of the user's runs
+        self._lock = threading.RLock()  # of _share, never held while code of the user's runs
         self._share: Share | None = None
         self._open()
 
@@ -256,14 +257,12 @@ class PrefetchIterator:
         else:
             epoch = CallingThreadEpoch(source, lane, self._timeout, environment)
         iterator = EpochIterator(epoch, share)
-        with self._lock:
-            self._epochs.add(iterator)
+        self._epochs.add(weakref.ref(iterator, self._epochs.discard))
         epoch.start()  # last: whatever interrupts it, dropping the iterator ends the thread
         return iterator
 
     def _live(self) -> list[EpochIterator]:
-        with self._lock:
-            return list(self._epochs)
+        return [iterator for reference in list(self._epochs) if (iterator := reference()) is not None]
 
     def _lane(self, share: Share | None) -> Lane:
         if share is not None:
@@ -299,7 +298,9 @@ class EpochIterator:
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("an epoch of a PrefetchIterator can't be copied or pickled")
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # the exit hook has ended all threads, and modules may be gone
+            return
         if _threads.on_one():
             self._epoch.stop()  # a collection may run on any thread; those of ours don't wait for each other in one
         else:

@@ -150,10 +150,11 @@ class Msvc:
     """As much of distutils' compiler object as setup.py asks."""
 
     initialized = False
-    cc = sys.executable
 
-    def __init__(self, installed):
+    def __init__(self, installed, folder):
         self.installed = installed
+        self.cc = str(folder / "cl.exe")  # with a suffix that Windows looks for
+        Path(self.cc).touch(mode=0o755)
 
     def initialize(self):
         if not self.installed:
@@ -178,7 +179,7 @@ PROMPT = {"VSCMD_ARG_TGT_ARCH": "x64"}
         (False, {}, 'component "Desktop development with C++"'),
     ],
 )
-def test_msvc_that_cant_be_used_is_one_message_with_the_command(monkeypatch, installed, variables, part):
+def test_msvc_that_cant_be_used_is_one_message_with_the_command(monkeypatch, tmp_path, installed, variables, part):
     for name in ("VSCMD_ARG_TGT_ARCH", "DISTUTILS_USE_SDK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -186,10 +187,10 @@ def test_msvc_that_cant_be_used_is_one_message_with_the_command(monkeypatch, ins
     require_compiler = runpy.run_path(str(ROOT / "setup.py"))["require_compiler"]
     monkeypatch.setattr(sys, "platform", "win32")
     if part is None:
-        require_compiler(Msvc(installed))
+        require_compiler(Msvc(installed, tmp_path))
         return
     with pytest.raises(SystemExit) as stop:
-        require_compiler(Msvc(installed))
+        require_compiler(Msvc(installed, tmp_path))
     assert part in str(stop.value)
 
 
