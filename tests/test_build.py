@@ -186,6 +186,7 @@ def test_msvc_that_cant_be_used_is_one_message_with_the_command(monkeypatch, tmp
         monkeypatch.setenv(name, value)
     require_compiler = runpy.run_path(str(ROOT / "setup.py"))["require_compiler"]
     monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("PATHEXT", ".EXE")
     if part is None:
         require_compiler(Msvc(installed, tmp_path))
         return

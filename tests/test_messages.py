@@ -208,4 +208,4 @@ def test_an_editable_install_whose_module_does_not_load(name, monkeypatch, tmp_p
 @pytest.mark.parametrize("epoch, error", [(-1, ValueError), (1.0, TypeError), ("2", TypeError)])
 def test_set_epoch_with_a_seed_takes_a_number(epoch, error):
     with pytest.raises(error, match="epoch must be an integer from 0 to 18446744073709551615, not"):
-        PrefetchIterator(Untouched(), "cpu", seed=1).set_epoch(epoch)
+        PrefetchIterator(Untouched(), "cpu", seed=1, num_threads=0).set_epoch(epoch)

@@ -395,7 +395,7 @@ def test_outside_of_a_seeded_sample(draw):
         draw()
     for loader, arguments in (
         (DataLoader(Ramp(4, hook=lambda i: draw())), {}),
-        ([draw] * 2, {"seed": 1}),
+        ([draw] * 2, {"seed": 1, "num_threads": 0}),
     ):
         with pytest.raises(RuntimeError, match=message):
             for batch in PrefetchIterator(loader, "cpu", **arguments):
