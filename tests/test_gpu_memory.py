@@ -141,7 +141,8 @@ def test_reserved_memory_is_bounded_where_the_dataset_works_on_the_device():
         for x in PrefetchIterator(loader, device="cuda", prefetch_batches=2):
             x.sum()
 
-    assert reserved_by_epochs(epoch) <= RESERVED_LIMIT
+    # One more: what the dataset makes itself is not held back, so another one may be in the making.
+    assert reserved_by_epochs(epoch) <= RESERVED_LIMIT + 32 * MIB
 
 
 def resources():
