@@ -112,6 +112,12 @@ def cell(name: str) -> str:
     return f"{paragraph(setting_line(result['settings']) + '.', *said)}\n\n{markdown(lines)}"
 
 
+def rows() -> str:
+    """What each row is, of the cell that has most of them."""
+    fullest = max(cells().values(), key=lambda result: len(result["rows"]))
+    return markdown([["row", "what it is"], *([row["name"], row["description"]] for row in fullest["rows"])])
+
+
 def mebibytes(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f}"
 
@@ -140,7 +146,12 @@ def block(name: str) -> str:
     """What belongs into the block of this name. Raises Unwritable for a name that stands for nothing."""
     if name.startswith("cell "):
         return cell(name.removeprefix("cell "))
-    writers: dict[str, Callable[[], str]] = {"steps": steps, "calls": calls, "machine": machine}
+    writers: dict[str, Callable[[], str]] = {
+        "steps": steps,
+        "calls": calls,
+        "machine": machine,
+        "rows": rows,
+    }
     if name not in writers:
         raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")
     return writers[name]()
