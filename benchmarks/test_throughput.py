@@ -254,14 +254,14 @@ def test_children_count_as_host_memory(target):
 
 def test_a_row_that_holds_memory_shows_it(loader, target, plan):
     def holding(batches):
-        held = torch.ones(64 << 20, dtype=torch.uint8)
+        held = torch.ones(128 << 20, dtype=torch.uint8)
         for batch in batches:
             assert held is not None
             yield batch
 
     rows_measured = run(plan, [a_row(lambda x: x, "plain"), a_row(holding, "large")], loader, target, 2, False)["rows"]
     plain, large = (row["host_bytes"] for row in rows_measured)
-    assert large - plain >= 60 << 20
+    assert large - plain >= 96 << 20  # the rest is for what else moves meanwhile
 
 
 def test_a_row_can_t_change_the_threads_of_the_next(loader, plan):
@@ -286,7 +286,7 @@ def test_a_row_can_t_change_the_threads_of_the_next(loader, plan):
         run(plan, [a_row(pins, "pins"), a_row(looks, "looks")], loader, Target(torch.device("cpu")), 2, False)
     finally:
         torch.set_num_threads(before)
-    assert seen == [3, 3, 3]  # untimed, and two repeats
+    assert seen == [3, 3, 3, 3]  # footprint, untimed, and two repeats
 
 
 def test_a_peer_that_fails_is_left_out_and_ours_is_not(loader, target, plan):
