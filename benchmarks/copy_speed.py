@@ -14,8 +14,6 @@ just made.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import random
 import re
 import sys
@@ -27,10 +25,12 @@ import footprint
 import torch
 from copy_methods import METHODS, Copy, Method
 from copy_peaks import measure_peak
+from copy_plot import draw
 from copy_report import table
 from copy_sources import LEAF_BYTES, LEAVES, SAMPLES, SOURCES, WORD_BYTES, Source, WrongCopy, check, make_source
 from copy_timing import LEAST_SECONDS, bring_to_speed, copies_a_repeat, time_in_turn
 from experiment import figure
+from output import check_files, write_files
 from target import Target, Unusable, describe, find_target
 from tqdm import tqdm
 
@@ -174,12 +174,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1; got {options.repeats}")
-    for name in ("json", "plot"):
-        file = getattr(options, name)
-        if file is not None and not file.parent.is_dir():
-            parser.error(f"--{name} {str(file)!r}: there is no folder {str(file.parent)!r}")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: python -m pip install ".[bench]"')
+    check_files(parser, options)
     return options
 
 
@@ -199,12 +194,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"copy_speed.py: --sizes has one that does not fit the device: {error}", file=sys.stderr)
         return 1
     print(table(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        from copy_plot import draw
-
-        draw(result, options.plot)
+    write_files(result, options, draw)
     return 0
 
 

@@ -9,7 +9,6 @@ call the loop sleeps and waits for the device, so that the next batch has been l
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from output import check_files, write_files
 from target import Target, describe, find_target, headline
 
 WARM_UP_CALLS = 20
@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, default=1, help="0 includes loading, by definition (1)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    check_files(parser, options)
     if options.calls < 500:
         parser.error(f"--calls must be at least 500, for a p99 to mean something; got {options.calls}")
     if not torch.cuda.is_available():
@@ -100,8 +101,7 @@ def main() -> int:
     print("\n".join(headline(result["environment"])))
     print(f"next() with a batch ready, {options.calls} calls:", end=" ")
     print(f"median {statistics.median(raw):.1f} us, p99 {percentiles[98]:.1f} us, highest {max(raw):.1f} us")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_files(result, options)
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from epoch import Batch
+from output import check_files, write_files
 from parts import ResidentBatches
 from rows import Loader
 from steps import Kernels
@@ -152,6 +152,7 @@ def main() -> int:
     parser.add_argument("--reopen", action="store_true", help="a new PrefetchIterator for every epoch")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    check_files(parser, options)
     if options.epochs <= SETTLED_EPOCH:
         parser.error(f"--epochs must be more than {SETTLED_EPOCH}, after which growth counts; got {options.epochs}")
     if not torch.cuda.is_available():
@@ -174,8 +175,7 @@ def main() -> int:
         "growth": growth,
     }
     print("\n".join(report(result)))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_files(result, options)
 
     # A tenth of a batch for labels, rounding of the allocator and the step's own scalars.
     too_high = any(value > settings["allowed_batches"] + 0.1 for value in peak["batches_above_own"].values())

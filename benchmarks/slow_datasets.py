@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import os
 import random
 import statistics
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 from decoders import IMAGE_SIZE
+from output import check_files, write_files
 from storages import KINDS, Pixels, Storage
 from target import describe, find_target, headline
 from workloads import make_loader, random_crop, vary_photo
@@ -182,6 +182,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"comma list, of {','.join(KINDS)}")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    check_files(parser, options)
     for name, least in {"threads": 2, "photos": 1, "batch_size": 1, "repeats": 1}.items():
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be {least} or more; got {getattr(options, name)}")
@@ -195,8 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="with several num_threads the dataset is used by several threads")
     result = run(options)
     print("\n".join(report(result)))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_files(result, options)
     return 0
 
 

@@ -9,7 +9,6 @@ notebook. benchmarks/README.md says what the figures mean.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -21,6 +20,8 @@ import peers  # noqa: F401
 from calibration import MIN_STEPS, make_plan
 from decoders import DECODERS, TORCHVISION
 from experiment import run
+from output import check_files, write_files
+from plot import draw
 from report import comparison, table
 from rows import MOST_THREADS, ROWS, Family, Row, rows_called
 from scaling import multiples_of_one
@@ -98,12 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--data {str(options.data)!r} is no folder")
     if options.decoder != "pil" and options.workload != "jpeg":
         parser.error(f"--decoder is for --workload jpeg, not {options.workload}")
-    for name in ("json", "plot"):
-        file = getattr(options, name)
-        if file is not None and not file.parent.is_dir():
-            parser.error(f"--{name} {str(file)!r}: there is no folder {str(file.parent)!r}")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: python -m pip install ".[bench]"')
+    check_files(parser, options)
     if options.compare and (options.json or options.plot):
         parser.error("--compare measures nothing, so there is nothing for --json or --plot")
     names = _wanted(options.loaders, options.threads)
@@ -247,12 +243,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"throughput.py: {error}", file=sys.stderr)
         return 1
     print(table(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        from plot import draw
-
-        draw(result, options.plot)
+    write_files(result, options, draw)
     wrong = complaint(result)
     if wrong:
         print(f"throughput.py: {wrong}", file=sys.stderr)

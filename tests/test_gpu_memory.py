@@ -246,7 +246,7 @@ def fits_with_steps_that_take_memory(threads):
         def loop(batches, pause=0.0):
             sums = []
             for x in batches:
-                time.sleep(pause)  # what is to be prefetched has been
+                time.sleep(pause)  # load: a slow step, in which what can be is prefetched
                 y = x * 2
                 z = y + x
                 torch.cuda._sleep(10_000_000)

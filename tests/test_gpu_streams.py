@@ -164,7 +164,7 @@ def test_loading_copying_and_computing_overlap(spin):
 
     def batches():
         for i in range(n):
-            time.sleep(load)
+            time.sleep(load)  # load
             yield sources[i % 4]
 
     def seconds_per_step(loader):
