@@ -1,7 +1,7 @@
-"""Runs throughput.py once for each workload, step and way of waiting, and with several numbers of threads for each
-decoder: the figures of benchmarks/results.
+"""Runs throughput.py once for each workload, step and way of waiting, on few cores, and with several numbers of threads
+for each decoder: the figures of benchmarks/results.
 
-Needs an accelerator, torchvision, OpenCV, and timm, torchdata and spdl for their rows.
+Needs an accelerator, torchvision, OpenCV, Linux for the runs on few cores, and timm, torchdata and spdl for their rows.
 """
 
 from __future__ import annotations
@@ -15,25 +15,38 @@ from pathlib import Path
 
 from decoders import DECODERS
 
-REPEATS = {"memory": 5, "jpeg": 3, "python": 3}  # fewer where a step takes longer
+# With 64 files a batch, loading would take 20 steps of computing: nothing to overlap, and a cell of ten minutes.
+BATCH_SIZES = {"memory": 64, "jpeg": 8, "python": 16}
 STEPS = ("kernels", "resnet50")
+ROWS = "dataloader,pinned,windows-fix,apex,background,thread,gpuprefetch,gpuprefetch0,timm,workers4,workers8"
+ROWS += ",gpuprefetch8,nodes8,spdl8"
+FEW_CORES_ROWS = "dataloader,pinned,gpuprefetch,gpuprefetch0"
 # 15, 4 and 2 divide them. Processes make whole batches, so that of 50 steps the last 5 would leave 10 of 15 idle.
 THREADS_STEPS = 60
+FEW_CORES = "4-cores"
 
 
 def cells() -> dict[str, list[str]]:
     """The arguments of each cell, by its name."""
     made = {}
-    for workload, step, sync in itertools.product(REPEATS, STEPS, (False, True)):
-        arguments = ["--workload", workload, "--step", step, "--batch-size", "64", "--steps", "50"]
-        arguments += ["--repeats", str(REPEATS[workload]), "--loaders", "all"]
-        made[f"{workload}-{step}{'-sync' * sync}"] = arguments + ["--sync-every-step"] * sync
+    for workload, batch_size in BATCH_SIZES.items():
+        shared = ["--workload", workload, "--batch-size", str(batch_size), "--steps", "50", "--repeats", "3"]
+        for step, sync in itertools.product(STEPS, (False, True)):
+            arguments = [*shared, "--step", step, "--loaders", ROWS]
+            made[f"{workload}-{step}{'-sync' * sync}"] = arguments + ["--sync-every-step"] * sync
+        if workload != "python":
+            made[f"{FEW_CORES}-{workload}"] = [*shared, "--step", "kernels", "--loaders", FEW_CORES_ROWS]
     for decoder in DECODERS:
         arguments = ["--workload", "jpeg", "--decoder", decoder, "--batch-size", "64", "--steps", str(THREADS_STEPS)]
         arguments += ["--repeats", "3"]
         made[f"threads-{decoder}-loading"] = [*arguments, "--step", "none", "--threads", "1,2,4,8,15"]
         made[f"threads-{decoder}-resnet50"] = [*arguments, "--step", "resnet50", "--threads", "4,8,15"]
     return made
+
+
+def command_of(name: str) -> list[str]:
+    program = [sys.executable, str(Path(__file__).with_name("throughput.py")), *cells()[name]]
+    return ["taskset", "-c", "0-3", *program] if name.startswith(FEW_CORES) else program
 
 
 def cells_called(name: str) -> list[str]:
@@ -55,9 +68,8 @@ def main() -> int:
     failed = []
     for name in dict.fromkeys(cell for begin in wanted for cell in cells_called(begin)):
         files = ["--json", str(options.folder / f"{name}.json"), "--plot", str(options.folder / f"{name}.png")]
-        command = [sys.executable, str(Path(__file__).with_name("throughput.py")), *cells()[name], *files]
         started = time.monotonic()
-        code = subprocess.run(command).returncode
+        code = subprocess.run([*command_of(name), *files]).returncode
         print(f"\n== {name}: exit status {code} after {time.monotonic() - started:.0f} s\n", flush=True)
         if code:
             failed.append(name)

@@ -27,10 +27,10 @@ BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w -]+) -->\n).*?(<!-- end of figu
 
 COLUMNS = {  # of README's table: cell and heading
     "memory-kernels": "ready samples, GPU-bound step",
-    "memory-kernels-sync": "the same, waited for",
-    "jpeg-kernels": "JPEG, GPU-bound step",
-    "python-kernels": "pure Python, GPU-bound step",
     "memory-resnet50": "ready samples, ResNet-50",
+    "jpeg-kernels": "JPEG, GPU-bound step",
+    "jpeg-resnet50": "JPEG, ResNet-50",
+    "python-resnet50": "pure Python, ResNet-50",
 }
 README_ROWS = {
     "dataloader": "`DataLoader`, 0 workers, `.to`",
@@ -109,7 +109,15 @@ def cell(name: str) -> str:
         )
     files = f"[JSON](../benchmarks/results/{name}.json), [picture](../benchmarks/results/{name}.png)"
     said = [f"ms a batch, each part alone: {parts}.", *(f"Note: {note}." for note in result["notes"]), f"{files}."]
-    return f"{paragraph(setting_line(result['settings']) + '.', *said)}\n\n{markdown(lines)}"
+    settings = paragraph(setting_line(result["settings"]) + ".", *said)
+    return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
+
+
+def command(environment: dict[str, Any]) -> str:
+    """What was typed, without the files it wrote, and before it what gave it fewer processors than there are."""
+    usable = environment["cpus_usable"]
+    affinity = f"taskset -c 0-{usable - 1} " * (usable < environment["cpu_count"])
+    return affinity + re.sub(r" --(json|plot) \S+", "", environment["command"])
 
 
 def rows() -> str:
@@ -124,7 +132,9 @@ def mebibytes(size: int | None) -> str:
 
 def machine() -> str:
     """Where all cells were measured. Raises Unwritable if that is more than one kind of machine."""
-    kinds = {tuple(headline(result["environment"])) for result in cells().values()}
+    environments = [result["environment"] for result in cells().values()]
+    most = max(environment["cpus_usable"] for environment in environments)  # some cells were given fewer
+    kinds = {tuple(headline({**environment, "cpus_usable": most})) for environment in environments}
     described = {(device, software.rsplit(", ", 1)[0]) for device, software in kinds}  # without the kernel's build
     if len(described) != 1:
         raise Unwritable(f"the cells come from machines that differ: {sorted(described)}")

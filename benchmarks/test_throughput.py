@@ -196,16 +196,21 @@ def test_a_numbered_row_is_made_for_its_number(loader, target):
 
 def test_every_cell_is_a_command():
     made = cells.cells()
-    assert len(made) == 18
+    assert len(made) == 20
     for name, arguments in made.items():
         options = throughput.parse_arguments(arguments)
         assert options.sync_every_step == name.endswith("-sync")
         if name.startswith("threads-"):
             assert name == f"threads-{options.decoder}-{options.step.replace('none', 'loading')}"
             assert options.rows[-1].name == "workers15"
+        elif name.startswith("4-cores-"):
+            assert name == f"4-cores-{options.workload}"
+            assert cells.command_of(name)[:3] == ["taskset", "-c", "0-3"]
         else:
             assert name.startswith(f"{options.workload}-{options.step}")
-            assert [row.name for row in options.rows] == names_of("--loaders all")
+            assert {row.name.rstrip("48") for row in options.rows} == {
+                row.rstrip("48") for row in names_of("--loaders all")
+            }
 
 
 def test_cells_are_called_by_name_or_by_how_they_begin():
