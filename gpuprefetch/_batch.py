@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import numpy
@@ -48,9 +48,11 @@ def replace(batch: Any, moved: Mapping[int, Any], skip_keys: Collection[Any] = (
     for key, child in _children(batch, skip_keys):
         if type(child) in _ATOMS:
             continue
-        if _is_leaf(child) and id(child) not in moved:
-            return _unchanged(batch)  # it makes its values anew each time it is asked
-        new = replace(child, moved, skip_keys)
+        new = moved.get(id(child))
+        if new is None:
+            if _is_leaf(child):
+                return _unchanged(batch)  # it makes its values anew each time it is asked
+            new = replace(child, moved, skip_keys)
         if new is not child:
             changes[key] = new
     return _with(batch, changes) if changes else batch
@@ -109,7 +111,9 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any]) -> N
         found.setdefault(id(value), value)
         return
     for _, child in _children(value, skip_keys):
-        if type(child) not in _ATOMS:
+        if type(child) is torch.Tensor:  # told at a glance, as atoms are: a batch may have hundreds
+            found[id(child)] = child
+        elif type(child) not in _ATOMS:
             _collect(child, skip_keys, found)
 
 
@@ -117,7 +121,13 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, Stack)) or moves_itself(value)
 
 
-def _children(value: Any, skip_keys: Collection[Any]) -> Iterator[tuple[Any, Any]]:
+def _children(value: Any, skip_keys: Collection[Any]) -> Iterable[tuple[Any, Any]]:
+    if type(value) in (list, tuple):
+        return enumerate(value)
+    return _children_of_others(value, skip_keys)
+
+
+def _children_of_others(value: Any, skip_keys: Collection[Any]) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, (str, bytes, bytearray, array.array, numpy.ndarray)):
         return
     if isinstance(value, Mapping):
