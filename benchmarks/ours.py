@@ -25,7 +25,7 @@ def _nothing_to_copy(target: Target) -> str | None:
     return _not_installed(target)
 
 
-def _prefetched(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+def prefetched(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     from gpuprefetch import PrefetchIterator
 
     # That they share the dataset is what the rows with several are about.
@@ -40,7 +40,7 @@ row(
     bound=GATHERED,
     loads_beside=True,
     missing=_not_installed,
-)(functools.partial(_prefetched, 1))
+)(functools.partial(prefetched, 1))
 row(
     "gpuprefetch0",
     "PrefetchIterator(loader, num_threads=0), loads inside next(), copies ahead",
@@ -48,10 +48,10 @@ row(
     bound_in_sync=GATHERED_BESIDE_COMPUTE,
     loads_beside=False,
     missing=_nothing_to_copy,
-)(functools.partial(_prefetched, 0))
+)(functools.partial(prefetched, 0))
 family(
     "gpuprefetch",
     "PrefetchIterator(loader, num_threads={0}), samples on {0} threads",
     bound=gathered,
     missing=_not_installed,
-)(_prefetched)
+)(prefetched)

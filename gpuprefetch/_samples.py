@@ -176,12 +176,16 @@ class Samples:
             self._put(batch)
             return
         positions = range(len(batch.indices)) if self._splits else range(1)
-        size = max(1, -(-len(positions) // self.num_threads))
+        size = self._slice_size(len(positions))
         slices = [positions[begin : begin + size] for begin in range(0, max(1, len(positions)), size)]
         batch.samples = [None] * len(positions)
         batch.slices_left = len(slices)
         for positions in slices:
             self._tasks.put((batch, positions))
+
+    def _slice_size(self, samples: int) -> int:
+        """So many that each thread has one slice."""
+        return max(1, -(-samples // self.num_threads))
 
     def _own(self, indices: Any) -> Any:
         """The indices, apart from an object that the sampler may fill again for its next batch."""

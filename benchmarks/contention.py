@@ -1,0 +1,157 @@
+"""What the threads that load take from the training loop, and what helps: gpuprefetch with 8 threads as it is, and with
+one thing changed in each further row, beside worker processes.
+
+    python benchmarks/contention.py --step resnet50 --decoder pil --batch-size 64 --json out.json
+
+Takes the arguments of throughput.py, and prints and writes what that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import ours
+import throughput
+from rows import Loader, Opened, gathered, row
+from target import Target
+from workloads import MakeImage, make_loader
+
+THREADS = 8
+ROWS = ["dataloader", "workers8", "gpuprefetch4", "gpuprefetch8", "gpuprefetch15"]  # and what `trial` adds
+
+LONGEST_PAUSE_SECONDS = 0.05  # of a sample: a loop that saves a checkpoint between two batches stops nothing
+NICENESS = 10
+
+prefetched = contextlib.contextmanager(ours.prefetched)
+
+
+def trial(
+    name: str, description: str, missing: Callable[[Target], str | None] = lambda target: None
+) -> Callable[[Callable[[Loader, Target, int], Opened]], None]:
+    """Register the decorated function as a row: gpuprefetch with 8 threads and one thing changed."""
+    ROWS.append(f"gpuprefetch{THREADS}-{name}")  # no digit at its end, which would be a number of threads
+    described = f"gpuprefetch{THREADS}, {description}"
+    return row(ROWS[-1], described, bound=gathered(THREADS), loads_beside=True, default=False, missing=missing)
+
+
+def samples_a_task(size: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from gpuprefetch._samples import Samples
+
+    with (
+        mock.patch.object(Samples, "_slice_size", lambda self, samples: size),
+        prefetched(THREADS, loader, target, prefetch_batches) as batches,
+    ):
+        yield batches
+
+
+for size in (1, 4, 16):
+    trial(f"{size}-a-task", f"{size} samples a task")(functools.partial(samples_a_task, size))
+
+
+def threads_inside(most: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    turns = threading.Semaphore(most)
+    with prefetched(THREADS, around_each_sample(loader, lambda: turns), target, prefetch_batches) as batches:
+        yield batches
+
+
+for most in (2, 4):
+    trial(f"{most}-inside", f"at most {most} threads inside dataset[i]")(functools.partial(threads_inside, most))
+
+
+def switch_interval(seconds: float, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    def switching(epoch: Iterator[Any]) -> Iterator[Any]:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(seconds)
+        try:
+            yield from epoch
+        finally:
+            sys.setswitchinterval(before)
+
+    with prefetched(THREADS, loader, target, prefetch_batches) as batches:
+        yield EachEpoch(batches, switching)
+
+
+for milliseconds in (0.5, 20):
+    trial(f"{milliseconds}ms-switch", f"a switch interval of {milliseconds} ms in place of 5")(
+        functools.partial(switch_interval, milliseconds * 1e-3)
+    )
+
+
+@trial("pausing", "no sample begins while the loop launches its step and has the next batch ready")
+def pausing(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    may_begin = threading.Event()
+    may_begin.set()
+
+    @contextlib.contextmanager
+    def begun() -> Iterator[None]:
+        may_begin.wait(LONGEST_PAUSE_SECONDS)
+        yield
+
+    def holding(epoch: Any) -> Iterator[Any]:
+        try:
+            for batch in epoch:
+                if not epoch._epoch._ready.empty():
+                    may_begin.clear()
+                yield batch
+                may_begin.set()
+        finally:
+            may_begin.set()
+
+    with prefetched(THREADS, around_each_sample(loader, begun), target, prefetch_batches) as batches:
+        yield EachEpoch(batches, holding)
+
+
+def priority_is_the_process(target: Target) -> str | None:
+    return None if sys.platform == "linux" else "only Linux has a niceness for each thread"
+
+
+@trial("nice", f"sample threads of niceness {NICENESS}", missing=priority_is_the_process)
+def nice(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    local = threading.local()
+
+    @contextlib.contextmanager
+    def begun() -> Iterator[None]:
+        if not hasattr(local, "is_nice") and threading.current_thread() is not threading.main_thread():
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            local.is_nice = True
+        yield
+
+    with prefetched(THREADS, around_each_sample(loader, begun), target, prefetch_batches) as batches:
+        yield batches
+
+
+class EachEpoch:
+    """`batches`, each epoch of which goes through `wrap`."""
+
+    def __init__(self, batches: Iterable[Any], wrap: Callable[[Any], Iterator[Any]]) -> None:
+        self._batches, self._wrap = batches, wrap
+
+    def __iter__(self) -> Iterator[Any]:
+        with contextlib.closing(iter(self._batches)) as epoch:
+            yield from self._wrap(epoch)
+
+
+def around_each_sample(loader: Loader, context: Callable[[], Any]) -> Loader:
+    """The same batches, each sample made inside a `context()`."""
+    make: MakeImage = loader.dataset.make
+
+    def made(index: int) -> Any:
+        with context():
+            return make(index)
+
+    return make_loader(made, loader.batch_size, len(loader))
+
+
+def main(arguments: list[str]) -> int:
+    return throughput.main(throughput.parse_arguments(["--loaders", ",".join(ROWS), *arguments]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
