@@ -1,25 +1,13 @@
 """One pass over the loader: from the loader's iterator to the consumer's ``next()``.
 
-Records travel one way. With a loader thread:
-
-    permits -> [load, prepare, copy, assemble] -> ready -> hand over
-                      loader thread                        consumer
-
-Without one, loading and all other code of the user's stays on the consumer's thread:
-
-    load, prepare -> [copy] -> ready -> load the next one, assemble, hand over
-       consumer    copier thread                    consumer
-
-With several, the loader thread does not load itself but waits for sample threads: see ``_samples``.
+Records travel one way, by threads of the epoch's own (``_loader_threads``) or without (``_calling_thread``).
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import itertools
 import queue
-import sys
 import threading
 import time
 from typing import Any
@@ -27,18 +15,12 @@ from typing import Any
 import torch
 
 from gpuprefetch import _threads
-from gpuprefetch._environment import Environment
 from gpuprefetch._lanes import Lane
 from gpuprefetch._record import Record, Stopped
-from gpuprefetch._samples import Samples
 from gpuprefetch._source import Source
 
 # On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices.
 _SLICE_SECONDS = 0.1
-
-# Before Python 3.11 a sleep on Windows lasts until the next tick of a clock of 64 Hz.
-_LONGEST_YIELD_SECONDS = 0.001
-_SLEEPS_BRIEFLY = sys.platform != "win32" or sys.version_info >= (3, 11)
 
 
 class Epoch(abc.ABC):
@@ -206,238 +188,3 @@ def _not_the_end(error: StopIteration) -> RuntimeError:
     told = RuntimeError("an object in the batch raised StopIteration")
     told.__cause__ = error
     return told
-
-
-class LoaderThreadEpoch(Epoch):
-    """num_threads=1: loads on a thread of its own, at most ``prefetch_batches`` ahead of the consumer."""
-
-    _ADVICE = "; num_threads=0 runs the dataset on the calling thread"
-
-    def __init__(
-        self, source: Source, lane: Lane, timeout: float, environment: Environment, prefetch_batches: int
-    ) -> None:
-        super().__init__(source, lane, timeout)
-        self._environment = environment
-        self._prefetch_batches = prefetch_batches
-        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a batch that the consumer took
-        self._workers = [_threads.Worker("loader", self._run)]
-
-    def stop(self) -> None:
-        super().stop()
-        self._permits.put(None)
-
-    def _next_record(self) -> Record:
-        record = self._wait()
-        self._permit()  # only now: a woken loader thread competes for the GIL
-        return record
-
-    def _permit(self) -> None:
-        """Lets one more batch be loaded."""
-        self._permits.put(None)
-
-    def _run(self) -> None:
-        number = 0
-        try:
-            with self._environment.entered():
-                try:
-                    for number in itertools.count():
-                        if number >= self._prefetch_batches:
-                            self._wait_for_permit()
-                        if self._stopped:
-                            return
-                        record = self._make(number)
-                        if self._stopped:
-                            return
-                        self._ready.put(record)
-                        if record.final:
-                            return
-                        del record
-                finally:
-                    self._source.close()
-        except BaseException as error:
-            if self._stopped:
-                raise
-            record = Record(number)
-            self._fail(record, error)
-            self._ready.put(record)
-
-    def _wait_for_permit(self) -> None:
-        """Waits until the consumer has taken a batch, and lets it begin its step before it meets us at the GIL.
-
-        A thread that had to wait is in no hurry, and gives away an eighth of that time. One that is behind has not
-        waited.
-        """
-        started = time.perf_counter()
-        self._permits.get()
-        if _SLEEPS_BRIEFLY:
-            time.sleep(min((time.perf_counter() - started) / 8, _LONGEST_YIELD_SECONDS))
-
-    def _make(self, number: int) -> Record:
-        record = self._load(number)
-        if record.final:
-            return record
-        try:
-            if not self._prepared(record):
-                self._lane.wait_until_due(number)
-                record = Record(number, record.batch)
-                self._lane.prepare(record)
-            self._lane.copy(record)
-            self._lane.assemble(record)
-        except BaseException as error:
-            self._fail(record, error)
-        return record
-
-
-class SampleThreadsEpoch(LoaderThreadEpoch):
-    """num_threads=N: as with one, but the loader's next batch comes from N threads that fetch its samples."""
-
-    _ADVICE = "; several threads share the dataset, and num_threads=1 is one"
-
-    def __init__(
-        self,
-        source: Source,
-        samples: Samples,
-        lane: Lane,
-        timeout: float,
-        environment: Environment,
-        prefetch_batches: int,
-    ) -> None:
-        super().__init__(source, lane, timeout, environment, prefetch_batches)
-        self._samples = samples
-        self._crashed: BaseException | None = None
-        workers = [_threads.Worker("sample", self._fetch) for _ in range(samples.num_threads)]
-        self._workers = [*workers, *self._workers]
-
-    def start(self) -> None:
-        for _ in range(self._prefetch_batches):
-            self._samples.request()
-        super().start()
-
-    def stop(self) -> None:
-        super().stop()
-        self._samples.stop()
-
-    def close(self, deadline: float | None = None) -> None:
-        super().close(deadline)
-        self._samples.close()
-
-    def _permit(self) -> None:
-        self._samples.request()
-
-    def _wait_for_permit(self) -> None:
-        pass  # the samples wait for it
-
-    def _fetch(self) -> None:
-        """A sample thread's work."""
-        try:
-            with self._environment.entered(sharing=self._samples.num_threads):
-                self._samples.work()
-        except BaseException as error:  # of the environment: what samples raise belongs to their batch
-            self._crashed = error
-            self._samples.stop()
-
-    def _load(self, number: int) -> Record:
-        record = super()._load(number)
-        crashed, self._crashed = self._crashed, None  # its traceback holds this object
-        if crashed is not None:
-            record.error = crashed
-        return record
-
-    def _loaded_in(self) -> str | None:
-        return self._samples.thread_name
-
-
-class CallingThreadEpoch(Epoch):
-    """num_threads=0: loads inside take(). Where copies can run beside, one batch ahead, with a thread that copies."""
-
-    def __init__(self, source: Source, lane: Lane, timeout: float, environment: Environment) -> None:
-        super().__init__(source, lane, timeout)
-        self._environment = environment
-        self._numbers = itertools.count()
-        self._unprepared: Record | None = None
-        self._loaded_ahead = False
-        self._jobs: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
-        if lane.copies_beside:
-            self._workers = [_threads.Worker("copier", self._run)]
-
-    def stop(self) -> None:
-        super().stop()
-        self._jobs.put(None)
-
-    def close(self, deadline: float | None = None) -> None:
-        super().close(deadline)
-        self._source.close()
-
-    def _next_record(self) -> Record:
-        if not self._loaded_ahead:
-            self._load_ahead()
-        self._prepare_late()
-        record = self._wait()
-        self._loaded_ahead = False
-        if not record.final:
-            try:
-                self._lane.assemble(record)  # first, since it lets go of what was loaded
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                self._fail(record, error)
-        if self._lane.copies_beside and not record.final:
-            self._load_ahead()
-        return record
-
-    def _load_ahead(self) -> None:
-        record = self._load(next(self._numbers))
-        if isinstance(record.error, KeyboardInterrupt):
-            raise record.error  # it is the caller that is interrupted, and not at that batch
-        self._loaded_ahead = True
-        if record.final:
-            self._submit(record)
-            return
-        try:
-            prepared = self._prepared(record)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._fail(record, error)
-            prepared = True
-        if prepared:
-            self._submit(record)
-        else:
-            self._unprepared = Record(record.number, record.batch)
-
-    def _prepare_late(self) -> None:
-        """Prepares a batch that found no memory while it was ahead: now it is due."""
-        if self._unprepared is None:
-            return
-        record, self._unprepared = self._unprepared, None
-        try:
-            self._lane.wait_until_due(record.number)
-            self._lane.prepare(record)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._fail(record, error)
-        self._submit(record)
-
-    def _submit(self, record: Record) -> None:
-        if self._workers:
-            self._jobs.put(record)
-        else:
-            self._copy(record)
-
-    def _copy(self, record: Record) -> None:
-        if not record.final:
-            try:
-                self._lane.copy(record)
-            except BaseException as error:
-                self._fail(record, error)
-        self._ready.put(record)
-
-    def _run(self) -> None:
-        try:
-            with self._environment.entered():
-                while (record := self._jobs.get()) is not None and not self._stopped:
-                    self._copy(record)
-                    del record
-        except BaseException as error:  # of the environment: copies fail into their records
-            self._ready.put(Record(0, error=error))

@@ -22,11 +22,13 @@ from gpuprefetch._arguments import (
     checked_threads,
     checked_timeout,
 )
+from gpuprefetch._calling_thread import CallingThreadEpoch
 from gpuprefetch._copier import DEFAULT_PINNED_BYTES, Copier, Share
 from gpuprefetch._copy_lane import CopyLane
 from gpuprefetch._environment import Environment
-from gpuprefetch._epoch import CallingThreadEpoch, Epoch, LoaderThreadEpoch, SampleThreadsEpoch
+from gpuprefetch._epoch import Epoch
 from gpuprefetch._lanes import HostLane, Lane, ToLane
+from gpuprefetch._loader_threads import LoaderThreadEpoch, SampleThreadsEpoch
 from gpuprefetch._seeds import Seeds
 from gpuprefetch._source import Source
 

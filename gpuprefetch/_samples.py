@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gpuprefetch._seeds import fetches_one_by_one
+from gpuprefetch._dataset import fetches_one_by_one
 
 
 class Batch:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
-from torch.utils.data import StackDataset, Subset
+
+from gpuprefetch._dataset import fetches_one_by_one
 
 T = TypeVar("T")
 
@@ -50,22 +51,6 @@ class Seeds:
                     random.setstate(python)
                 finally:
                     numpy.random.set_state(legacy)
-
-
-def fetches_one_by_one(dataset: Any) -> bool:
-    """False if a batch of samples is one call of the dataset's ``__getitems__``.
-
-    Those of torch's own that have it only to pass it on are asked for one sample at a time where there is nothing to
-    pass it on to.
-    """
-    if not getattr(dataset, "__getitems__", None):
-        return True
-    if type(dataset) is Subset:
-        return fetches_one_by_one(dataset.dataset)
-    if type(dataset) is StackDataset:
-        children = dataset.datasets
-        return all(map(fetches_one_by_one, children.values() if isinstance(children, dict) else children))
-    return False
 
 
 class SeededDataset:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from gpuprefetch import PrefetchIterator, _epoch
+from gpuprefetch import PrefetchIterator, _loader_threads
 
 pytestmark = pytest.mark.windows
 
@@ -347,8 +347,8 @@ def test_a_loader_thread_that_had_to_wait_lets_the_consumer_begin_its_step(waite
     done = []
     clock = itertools.count(0.0, waited)  # each look is that much later
     fake = types.SimpleNamespace(perf_counter=lambda: next(clock), sleep=done.append, monotonic=time.monotonic)
-    monkeypatch.setattr(_epoch, "time", fake)
-    monkeypatch.setattr(_epoch, "_SLEEPS_BRIEFLY", True)
+    monkeypatch.setattr(_loader_threads, "time", fake)
+    monkeypatch.setattr(_loader_threads, "_SLEEPS_BRIEFLY", True)
     loader = DataLoader(Ramp(5, hook=lambda i: done.append(f"load {i}")), batch_size=1)
     assert vals(PrefetchIterator(loader, device="cpu", prefetch_batches=2)) == list(range(5))
     assert done == ["load 0", "load 1", yielded, "load 2", yielded, "load 3", yielded, "load 4", yielded]

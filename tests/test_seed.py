@@ -15,7 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gpuprefetch
 from gpuprefetch import PrefetchIterator, _source
-from gpuprefetch._seeds import Seeds, fetches_one_by_one
+from gpuprefetch._dataset import fetches_one_by_one
+from gpuprefetch._seeds import Seeds
 
 pytestmark = pytest.mark.windows
 

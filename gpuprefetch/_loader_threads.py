@@ -1,0 +1,165 @@
+"""An epoch that loads on a thread of its own.
+
+    permits -> [load, prepare, copy, assemble] -> ready -> hand over
+                      loader thread                        consumer
+
+With several ``num_threads`` the loader thread does not load itself but waits for sample threads: see ``_samples``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import time
+
+from gpuprefetch import _threads
+from gpuprefetch._environment import Environment
+from gpuprefetch._epoch import Epoch
+from gpuprefetch._lanes import Lane
+from gpuprefetch._record import Record
+from gpuprefetch._samples import Samples
+from gpuprefetch._source import Source
+
+# Before Python 3.11 a sleep on Windows lasts until the next tick of a clock of 64 Hz.
+_LONGEST_YIELD_SECONDS = 0.001
+_SLEEPS_BRIEFLY = sys.platform != "win32" or sys.version_info >= (3, 11)
+
+
+class LoaderThreadEpoch(Epoch):
+    """num_threads=1: loads on a thread of its own, at most ``prefetch_batches`` ahead of the consumer."""
+
+    _ADVICE = "; num_threads=0 runs the dataset on the calling thread"
+
+    def __init__(
+        self, source: Source, lane: Lane, timeout: float, environment: Environment, prefetch_batches: int
+    ) -> None:
+        super().__init__(source, lane, timeout)
+        self._environment = environment
+        self._prefetch_batches = prefetch_batches
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a batch that the consumer took
+        self._workers = [_threads.Worker("loader", self._run)]
+
+    def stop(self) -> None:
+        super().stop()
+        self._permits.put(None)
+
+    def _next_record(self) -> Record:
+        record = self._wait()
+        self._permit()  # only now: a woken loader thread competes for the GIL
+        return record
+
+    def _permit(self) -> None:
+        """Lets one more batch be loaded."""
+        self._permits.put(None)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            with self._environment.entered():
+                try:
+                    for number in itertools.count():
+                        if number >= self._prefetch_batches:
+                            self._wait_for_permit()
+                        if self._stopped:
+                            return
+                        record = self._make(number)
+                        if self._stopped:
+                            return
+                        self._ready.put(record)
+                        if record.final:
+                            return
+                        del record
+                finally:
+                    self._source.close()
+        except BaseException as error:
+            if self._stopped:
+                raise
+            record = Record(number)
+            self._fail(record, error)
+            self._ready.put(record)
+
+    def _wait_for_permit(self) -> None:
+        """Waits until the consumer has taken a batch, and lets it begin its step before it meets us at the GIL.
+
+        A thread that had to wait is in no hurry, and gives away an eighth of that time. One that is behind has not
+        waited.
+        """
+        started = time.perf_counter()
+        self._permits.get()
+        if _SLEEPS_BRIEFLY:
+            time.sleep(min((time.perf_counter() - started) / 8, _LONGEST_YIELD_SECONDS))
+
+    def _make(self, number: int) -> Record:
+        record = self._load(number)
+        if record.final:
+            return record
+        try:
+            if not self._prepared(record):
+                self._lane.wait_until_due(number)
+                record = Record(number, record.batch)
+                self._lane.prepare(record)
+            self._lane.copy(record)
+            self._lane.assemble(record)
+        except BaseException as error:
+            self._fail(record, error)
+        return record
+
+
+class SampleThreadsEpoch(LoaderThreadEpoch):
+    """num_threads=N: as with one, but the loader's next batch comes from N threads that fetch its samples."""
+
+    _ADVICE = "; several threads share the dataset, and num_threads=1 is one"
+
+    def __init__(
+        self,
+        source: Source,
+        samples: Samples,
+        lane: Lane,
+        timeout: float,
+        environment: Environment,
+        prefetch_batches: int,
+    ) -> None:
+        super().__init__(source, lane, timeout, environment, prefetch_batches)
+        self._samples = samples
+        self._crashed: BaseException | None = None
+        workers = [_threads.Worker("sample", self._fetch) for _ in range(samples.num_threads)]
+        self._workers = [*workers, *self._workers]
+
+    def start(self) -> None:
+        for _ in range(self._prefetch_batches):
+            self._samples.request()
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        self._samples.stop()
+
+    def close(self, deadline: float | None = None) -> None:
+        super().close(deadline)
+        self._samples.close()
+
+    def _permit(self) -> None:
+        self._samples.request()
+
+    def _wait_for_permit(self) -> None:
+        pass  # the samples wait for it
+
+    def _fetch(self) -> None:
+        """A sample thread's work."""
+        try:
+            with self._environment.entered(sharing=self._samples.num_threads):
+                self._samples.work()
+        except BaseException as error:  # of the environment: what samples raise belongs to their batch
+            self._crashed = error
+            self._samples.stop()
+
+    def _load(self, number: int) -> Record:
+        record = super()._load(number)
+        crashed, self._crashed = self._crashed, None  # its traceback holds this object
+        if crashed is not None:
+            record.error = crashed
+        return record
+
+    def _loaded_in(self) -> str | None:
+        return self._samples.thread_name
