@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import numbers
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable
@@ -17,6 +18,14 @@ from gpuprefetch._source import why_one_thread
 
 _MOST_THREADS = 256
 LARGEST_SEED = (1 << 64) - 1
+
+
+def callers_level() -> int:
+    """The ``stacklevel`` at which a warning of the function that asks points at whoever called this package."""
+    level, frame = 1, sys._getframe(1)
+    while str(frame.f_globals.get("__name__")).startswith("gpuprefetch.") and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
@@ -47,7 +56,9 @@ def checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
         _warn_of_sharing()
         return num_threads
     warnings.warn(
-        f"num_threads={num_threads}, but one thread iterates this loader: {reason}", RuntimeWarning, stacklevel=3
+        f"num_threads={num_threads}, but one thread iterates this loader: {reason}",
+        RuntimeWarning,
+        stacklevel=callers_level(),
     )
     return 1
 
@@ -62,7 +73,7 @@ def checked_seed(seed: int | None, num_threads: int, loader: Iterable[Any]) -> i
             f"seed={seed}, but with num_threads={num_threads} this loader draws from the global generators at the same "
             f"time as the loop, if it draws from them at all: {reason}. With num_threads=0 they are seeded",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=callers_level(),
         )
     return seed
 
@@ -73,7 +84,7 @@ def _warn_of_sharing() -> None:
         "with several num_threads the dataset is used by several threads at once: it must stand that (a file, database "
         "or model that it holds too). Each object that does not needs a lock, or one for each thread",
         RuntimeWarning,
-        stacklevel=4,  # whoever makes the PrefetchIterator
+        stacklevel=callers_level(),
     )
 
 
@@ -150,5 +161,5 @@ def _warn_if_nvidia_driver() -> None:
         "this machine has an NVIDIA driver, but this torch is built without CUDA, so batches stay on the CPU: install "
         'a CUDA build of torch (see pytorch.org), or pass device="cpu" to say that the CPU is meant',
         RuntimeWarning,
-        stacklevel=5,  # whoever makes the PrefetchIterator
+        stacklevel=callers_level(),
     )

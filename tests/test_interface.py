@@ -302,7 +302,7 @@ def test_repr_shows_loader_device_and_arguments():
 
 
 def test_public_names():
-    assert gpuprefetch.__all__ == ["PrefetchIterator", "sample_generator", "sample_rng"]
+    assert gpuprefetch.__all__ == ["DataLoaderX", "PrefetchIterator", "sample_generator", "sample_rng"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", gpuprefetch.__version__)
 
 

@@ -1,0 +1,722 @@
+"""DataLoaderX in FastReID's place: built as its train and test loaders are, and used as its trainers use them."""
+
+import copy
+import gc
+import itertools
+import multiprocessing
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from loaders import Gate, Ramp, eventually, script, threads, vals, within
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
+
+from gpuprefetch import DataLoaderX, _arguments
+
+windows = pytest.mark.windows
+sharing = pytest.mark.filterwarnings("ignore:with several num_threads")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    gc.collect()
+    assert eventually(lambda: not threads())
+    yield
+    assert eventually(lambda: not threads())
+    assert multiprocessing.active_children() == []
+
+
+# --- as FastReID builds them
+
+
+class Images(Dataset):
+    def __init__(self, n=23, hook=None):
+        self.n, self.hook = n, hook
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if self.hook is not None:
+            self.hook(i)
+        return {
+            "images": torch.full((3, 8, 4), float(i)),
+            "targets": i % 5,
+            "camids": i % 3,
+            "img_paths": f"market/{i:04}.jpg",
+            "meta": {"score": i / 2, "box": torch.tensor([i, i + 1])},
+        }
+
+
+def collate(samples):
+    """Tensors and numbers become tensors, strings a list, in dicts of any depth."""
+    first = samples[0]
+    if isinstance(first, dict):
+        return {key: collate([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, torch.Tensor):
+        return torch.stack(samples)
+    return samples if isinstance(first, str) else torch.tensor(samples)
+
+
+class Endless(Sampler):
+    """Permutations without end, from one seed, of which each rank takes its share."""
+
+    def __init__(self, size, rank=0, world=1, seed=3):
+        self.size, self.rank, self.world, self.seed = size, rank, world, seed
+
+    def __iter__(self):
+        yield from itertools.islice(self.permutations(), self.rank, None, self.world)
+
+    def permutations(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            yield from torch.randperm(self.size, generator=generator).tolist()
+
+
+def for_training(dataset, sampler=None, size=4, **options):
+    sampler = Endless(len(dataset)) if sampler is None else sampler
+    batches = BatchSampler(sampler, size, drop_last=True)
+    return {"dataset": dataset, "batch_sampler": batches, "collate_fn": collate, "pin_memory": True, **options}
+
+
+def for_tests(dataset, size=4, **options):
+    batches = BatchSampler(SequentialSampler(dataset), size, drop_last=False)
+    return {"dataset": dataset, "batch_sampler": batches, "collate_fn": collate, "pin_memory": True, **options}
+
+
+def plain(arguments):
+    return DataLoader(**{**arguments, "num_workers": 0, "pin_memory": False})
+
+
+def assert_equal(got, expected):
+    assert type(got) is type(expected)
+    if isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key in expected:
+            assert_equal(got[key], expected[key])
+    elif isinstance(expected, torch.Tensor):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(got, expected)
+    else:
+        assert got == expected
+
+
+@windows
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_training_batches_are_those_of_the_plain_loader(num_workers, rank):
+    data = Images()
+    arguments = for_training(data, Endless(len(data), rank, 2), num_workers=num_workers)
+    loader = DataLoaderX(0, **arguments)
+    batches = iter(loader)
+    for expected in itertools.islice(plain(arguments), 20):
+        assert_equal(next(batches), expected)
+    loader.shutdown()
+    assert threads() == []
+
+
+@windows
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 4])
+def test_test_batches_are_those_of_the_plain_loader_in_each_pass(num_workers):
+    arguments = for_tests(Images(), num_workers=num_workers)
+    loader, expected = DataLoaderX(0, **arguments), list(plain(arguments))
+    assert len(loader) == len(expected) == 6
+    for _ in range(3):
+        got = list(loader)
+        assert len(got) == 6
+        for one, other in zip(got, expected, strict=True):
+            assert_equal(one, other)
+        assert eventually(lambda: not threads())  # the last batch ends them
+
+
+@windows
+def test_the_rank_first_by_place_or_name_and_then_what_a_dataloader_takes():
+    data = Ramp(10)
+    for loader in (
+        DataLoaderX(3, dataset=data, batch_size=4),
+        DataLoaderX(local_rank=3, dataset=data, batch_size=4),
+        DataLoaderX(batch_size=4, dataset=data, local_rank=3),
+        DataLoaderX(3, data, 4),
+        DataLoaderX(3, data, 4, False, None, None, 1, None, True, False, 5.0, None, None, None),
+    ):
+        assert loader.local_rank == 3
+        assert vals(loader) == [0, 4, 8]
+
+
+def test_the_arguments_come_in_the_order_of_a_dataloader():
+    ours = DataLoaderX.__init__.__code__.co_varnames
+    theirs = DataLoader.__init__.__code__
+    assert list(ours[2 : theirs.co_argcount + 1]) == list(theirs.co_varnames[1 : theirs.co_argcount])
+
+
+# --- attributes
+
+
+@windows
+@sharing
+def test_it_is_a_dataloader_without_workers():
+    arguments = for_training(Images(), num_workers=4, timeout=9, prefetch_factor=3, persistent_workers=True)
+    loader = DataLoaderX(0, **arguments)
+    assert isinstance(loader, DataLoader)
+    for name in ("dataset", "batch_sampler", "collate_fn"):
+        assert getattr(loader, name) is arguments[name]
+    assert (loader.num_workers, loader.timeout, loader.prefetch_factor) == (0, 0, None)
+    assert (loader.pin_memory, loader.persistent_workers, loader.multiprocessing_context) == (False, False, None)
+    assert (loader.local_rank, loader.batch_size, loader.drop_last) == (0, None, False)
+    with pytest.raises(TypeError):
+        len(loader)  # the sampler has none
+
+
+@windows
+def test_what_iter_gives_has_the_loaders_attributes():
+    loader = DataLoaderX(0, Ramp(10), batch_size=4)
+    batches = iter(loader)
+    assert iter(batches) is batches
+    assert batches.dataset is loader.dataset and batches.batch_sampler is loader.batch_sampler
+    assert len(batches) == 3
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = batches.no_such_thing
+    with pytest.raises(AttributeError, match="_get_iterator"):
+        _ = batches._get_iterator
+
+
+@windows
+def test_set_epoch_of_the_sampler():
+    data = Ramp(20)
+    ours, theirs = (DistributedSampler(data, num_replicas=2, rank=1, seed=5) for _ in range(2))
+    loader, expected = DataLoaderX(0, data, 2, sampler=ours), DataLoader(data, 2, sampler=theirs)
+    assert loader.sampler is ours
+    orders = []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        theirs.set_epoch(epoch)
+        orders.append([batch[:, 0].tolist() for batch in loader])
+        assert orders[-1] == [batch[:, 0].tolist() for batch in expected]
+    assert orders[0] != orders[1] != orders[2]
+    loader.set_epoch(0)
+    assert ours.epoch == 0
+    assert [batch[:, 0].tolist() for batch in loader] == orders[0]
+
+
+def test_shuffled_by_a_generator_as_the_plain_loader():
+    def order(make):
+        return [vals(make(torch.Generator().manual_seed(8))) for _ in range(2)]
+
+    assert order(lambda generator: DataLoaderX(0, Ramp(12), shuffle=True, generator=generator)) == order(
+        lambda generator: DataLoader(Ramp(12), shuffle=True, generator=generator)
+    )
+
+
+@windows
+def test_what_is_changed_between_epochs_counts():
+    loader = DataLoaderX(0, Ramp(6), batch_size=2)
+    assert vals(loader) == [0, 2, 4]
+    loader.collate_fn = lambda samples: torch.stack(samples) * 10
+    assert vals(loader) == [0, 20, 40]
+    loader.dataset.n = 4  # the sampler asks it for its length
+    assert vals(loader) == [0, 20]
+
+
+@windows
+def test_a_subclass_that_replaces_its_batch_sampler():
+    """As YOLOX's loader does."""
+
+    class Own(DataLoaderX):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._DataLoader__initialized = False
+            self.batch_sampler = [[5], [3, 4]]
+            self._DataLoader__initialized = True
+
+    loader = Own(0, Ramp(6), batch_size=2)
+    assert vals(loader) == [5, 3]
+    assert len(loader) == 2
+
+
+@windows
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("local_rank", 1), ("num_workers", 4), ("timeout", 3), ("prefetch_factor", 2), ("worker_init_fn", print)],
+)
+def test_the_rank_and_what_is_about_workers_can_not_be_changed(name, value):
+    loader = DataLoaderX(0, Ramp(4))
+    before = getattr(loader, name)
+    with pytest.raises(ValueError, match=f"{name} of a DataLoaderX can't be set, here to .*: make a new one"):
+        setattr(loader, name, value)
+    assert getattr(loader, name) is before
+    with pytest.raises(ValueError, match="batch_size"):  # torch's own
+        loader.batch_size = 3
+    loader.note = "mine"
+    assert (loader.note, vals(loader)) == ("mine", [0, 1, 2, 3])
+
+
+@windows
+@pytest.mark.parametrize("do", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(do):
+    loader = DataLoaderX(0, Ramp(4))
+    with pytest.raises(TypeError, match="a DataLoaderX can't be copied or pickled: make a new one"):
+        do(loader)
+    with pytest.raises(TypeError, match="an epoch of a DataLoaderX can't be copied or pickled"):
+        do(iter(loader))
+
+
+# --- next()
+
+
+class Counted(Sampler):
+    """Counts how often an order was begun."""
+
+    def __init__(self, n):
+        self.n, self.begun = n, 0
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(range(self.n))
+
+
+@windows
+def test_next_of_the_loader_after_iter():
+    sampler = Counted(4)
+    loader = DataLoaderX(0, Ramp(4), sampler=sampler)
+    iter(loader)  # what it gives is not kept
+    gc.collect()
+    assert vals(next(loader) for _ in range(4)) == [0, 1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(loader)
+    assert sampler.begun == 1
+    assert threads() == []
+    iter(loader)
+    assert vals([next(loader)]) == [0]
+    assert sampler.begun == 2
+
+
+@windows
+def test_next_of_the_loader_and_of_the_epoch_share_it():
+    sampler = Counted(6)
+    loader = DataLoaderX(0, Ramp(6), sampler=sampler)
+    batches = iter(loader)
+    assert vals([next(batches), next(loader), next(batches), next(loader)]) == [0, 1, 2, 3]
+    assert vals([next(iter(loader)), next(loader)]) == [0, 0]  # that one was dropped by its end
+    assert vals(batches) == [4, 5]
+    assert sampler.begun == 3
+
+
+@windows
+def test_next_without_iter_begins_an_epoch():
+    loader = DataLoaderX(0, Ramp(3))
+    assert vals([next(loader), next(loader)]) == [0, 1]
+    assert vals(loader) == [0, 1, 2]
+
+
+@windows
+def test_two_epochs_of_one_loader():
+    loader = DataLoaderX(0, Ramp(4))
+    assert [vals(pair) for pair in zip(loader, loader, strict=True)] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+# --- ends
+
+
+@windows
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_shutdown_at_any_time(num_workers):
+    arguments = for_training(Images(), num_workers=num_workers)
+    loader = DataLoaderX(0, **arguments)
+    first = next(iter(plain(arguments)))
+    loader.shutdown()
+    for take in (0, 1, 5):
+        batches = iter(loader)
+        for _ in range(take):
+            next(batches)
+        assert threads() != []
+        loader.shutdown()
+        loader.shutdown()
+        assert threads() == []
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert_equal(next(loader), first)  # afresh
+        loader.shutdown()
+        assert_equal(next(iter(loader)), first)
+    count = 0
+    for _ in loader:
+        count += 1
+        if count == 3:
+            loader.shutdown()
+    assert count == 3
+
+
+@windows
+def test_shutdown_from_another_thread_ends_a_wait():
+    gate = Gate(2)
+    loader = DataLoaderX(0, Ramp(9, hook=gate))
+    with gate:
+        batches = iter(loader)
+        assert vals([next(batches), next(batches)]) == [0, 1]
+        assert gate.reached.wait(20)
+        ends = threading.Thread(target=loader.shutdown)
+        with pytest.warns(RuntimeWarning, match="left behind"):  # by whichever thread: the hook is stuck
+            ends.start()
+            assert within(20, lambda: next(batches, "the end")) == "the end"
+            ends.join(20)
+    assert not ends.is_alive()
+
+
+@windows
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_break_leaves_no_thread_though_the_sampler_has_no_end(num_workers):
+    arguments = for_training(Images(), num_workers=num_workers)
+    loader = DataLoaderX(0, **arguments)
+    for n, batch in zip(range(3), loader, strict=False):
+        assert batch["images"].shape == (4, 3, 8, 4), n
+    assert threads() == []
+    for batch in loader:
+        assert_equal(batch, next(iter(plain(arguments))))
+        break
+    assert threads() == []
+
+
+@windows
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 3])
+@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("draw", ["epoch", "loader"])
+def test_dropping_it_ends_its_threads_without_a_collection(num_workers, taken, draw, without_collection):
+    loader = DataLoaderX(0, **for_training(Images(), num_workers=num_workers))
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches if draw == "epoch" else loader)
+    assert threads() != []
+    del loader
+    assert threads() != []  # the epoch holds it
+    next(batches)
+    del batches
+    assert threads() == []
+
+
+def test_dropping_the_loader_alone_ends_what_next_of_it_began(without_collection):
+    loader = DataLoaderX(0, Ramp(50))
+    next(loader)
+    assert threads() != []
+    del loader
+    assert threads() == []
+
+
+@windows
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 4])
+@pytest.mark.parametrize("where", ["dataset", "collate"])
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_an_exception_arrives_at_its_batch(num_workers, where, at):
+    broken = [True]
+
+    def in_dataset(i):
+        if broken[0] and where == "dataset" and i == 4 * at + 2:
+            raise OSError(f"image {i} is damaged")
+
+    def in_collate(samples):
+        if broken[0] and where == "collate" and samples[0]["img_paths"] == f"market/{4 * at:04}.jpg":
+            raise OSError("images of different sizes")
+        return collate(samples)
+
+    arguments = for_tests(Images(hook=in_dataset), num_workers=num_workers) | {"collate_fn": in_collate}
+    loader = DataLoaderX(0, **arguments)
+    got = []
+    with pytest.raises(OSError, match="damaged" if where == "dataset" else "different sizes"):
+        for batch in loader:
+            got.append(batch)
+    assert len(got) == at
+    broken[0] = False
+    for one, expected in zip(got, plain(arguments), strict=False):
+        assert_equal(one, expected)
+    assert len(list(loader)) == 6
+
+
+@windows
+@pytest.mark.parametrize("taken", [0, 2])
+def test_closing_an_epoch(taken):
+    loader = DataLoaderX(0, Ramp(9))
+    batches, other = iter(loader), iter(loader)
+    for _ in range(taken):
+        next(batches)
+    batches.close()
+    batches.close()
+    assert list(batches) == []
+    assert vals(other) == list(range(9))
+    assert threads() == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_a_process_ends_though_nobody_shuts_it_down(num_workers):
+    code, out, err = script(
+        f"""
+        import itertools
+        from gpuprefetch import DataLoaderX
+        warnings.simplefilter("ignore")
+        loader = DataLoaderX(0, Ramp(4), batch_sampler=([i % 4] for i in itertools.count()), num_workers={num_workers})
+        batches = iter(loader)
+        print(*(int(next(batches)[0, 0]) for _ in range(5)), int(next(loader)[0, 0]))
+        """
+    )
+    assert (code, out.split(), err) == (0, ["0", "1", "2", "3", "0", "1"], "")
+
+
+# --- what becomes of the arguments about workers
+
+
+@windows
+@pytest.mark.filterwarnings("ignore:with several num_threads")
+@pytest.mark.parametrize(("num_workers", "at_once"), [(0, 1), (1, 1), (3, 3)])
+def test_num_workers_are_threads(num_workers, at_once):
+    meeting, names, infos = threading.Barrier(at_once), set(), []
+
+    def hook(i):
+        meeting.wait(20)
+        names.add(threading.current_thread().name)
+        infos.append(get_worker_info())
+
+    loader = DataLoaderX(0, Ramp(12, hook=hook), batch_size=at_once, num_workers=num_workers)
+    assert within(30, lambda: len(list(loader))) == 12 // at_once
+    assert len(names) == at_once and all(name.startswith("gpuprefetch-") for name in names)
+    assert infos == [None] * 12
+
+
+def test_that_the_dataset_is_shared_is_said_once():
+    _arguments._warn_of_sharing.cache_clear()
+    with pytest.warns(RuntimeWarning, match="used by several threads at once") as caught:
+        for num_workers in (0, 1, 2, 4):
+            DataLoaderX(0, Ramp(4), num_workers=num_workers)
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+@windows
+def test_what_has_no_effect_is_accepted_in_silence():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = DataLoaderX(
+            0,
+            Ramp(4),
+            num_workers=1,
+            pin_memory=True,
+            pin_memory_device="cuda",
+            prefetch_factor=4,
+            persistent_workers=True,
+            multiprocessing_context="spawn",
+        )
+        assert [vals(loader), vals(loader)] == [[0, 1, 2, 3]] * 2
+
+
+@windows
+def test_worker_init_fn_is_not_called_and_that_is_said():
+    called = []
+    with pytest.warns(RuntimeWarning, match=r"worker_init_fn=.* is not called.*sample_generator") as caught:
+        loader = DataLoaderX(0, Ramp(4), worker_init_fn=called.append)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert (vals(loader), called) == ([0, 1, 2, 3], [])
+
+
+@windows
+def test_timeout_is_that_of_next():
+    gate = Gate(1)
+    loader = DataLoaderX(0, Ramp(3, hook=gate), timeout=0.2)
+    batches = iter(loader)
+    assert vals([next(batches)]) == [0]
+    with gate, pytest.raises(TimeoutError, match="timeout=0.2"):
+        next(batches)
+    assert within(20, lambda: vals(batches)) == [1, 2]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(10))
+
+    def __len__(self):
+        return 10
+
+
+@windows
+@pytest.mark.parametrize("num_workers", [0, 4])
+def test_an_iterable_dataset_has_one_thread(num_workers):
+    def make():
+        return DataLoaderX(0, Stream(), batch_size=4, num_workers=num_workers)
+
+    if num_workers:
+        with pytest.warns(
+            RuntimeWarning, match="one thread iterates this loader: its dataset is an Iterable"
+        ) as caught:
+            loader = make()
+        assert caught[0].filename == __file__
+    else:
+        loader = make()
+    assert len(loader) == 3
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@windows
+def test_what_a_prefetch_iterator_takes():
+    loaded = []
+    arguments = {"prefetch_batches": 5, "seed": 7, "skip_keys": ["images"], "pinned_bytes": 1 << 20}
+    loader = DataLoaderX(0, Ramp(40, hook=loaded.append), sampler=RandomSampler(range(40)), **arguments)
+    batches = iter(loader)
+    assert eventually(lambda: len(loaded) == 5)
+    first = [*vals([next(loader)]), *vals(batches)]
+    assert sorted(first) == list(range(40))
+    assert vals(loader) != first
+    loader.set_epoch(0)
+    assert vals(loader) == first
+
+
+# --- wrong arguments
+
+
+RANKS = "local_rank must be an integer from 0 to 2147483647, not "
+WORKERS = "num_workers must be an integer from 0 to 256, not "
+
+
+@windows
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"local_rank": -1}, ValueError, RANKS + "-1"),
+        ({"local_rank": 1 << 31}, ValueError, RANKS + "2147483648"),
+        ({"local_rank": True}, TypeError, RANKS + "True"),
+        ({"local_rank": None}, TypeError, RANKS + "None"),
+        ({"local_rank": 0.0}, TypeError, RANKS + "0.0"),
+        ({"local_rank": "cuda:0"}, TypeError, RANKS + "'cuda:0'"),
+        ({"local_rank": Ramp(3)}, TypeError, RANKS),
+        ({"num_workers": -1}, ValueError, WORKERS + "-1"),
+        ({"num_workers": 257}, ValueError, WORKERS + "257"),
+        ({"num_workers": 1.0}, TypeError, WORKERS + "1.0"),
+        ({"num_workers": None}, TypeError, WORKERS + "None"),
+        ({"num_workers": True}, TypeError, WORKERS + "True"),
+        ({"timeout": -1}, ValueError, "timeout must be at least 0 seconds"),
+        ({"timeout": "5"}, TypeError, "timeout must be a number of seconds, 0 for none, not '5'"),
+        ({"prefetch_batches": 0}, ValueError, "prefetch_batches must be an integer from 1 to 10000, not 0"),
+        ({"seed": "x"}, TypeError, "seed must be"),
+        ({"skip_keys": "meta"}, TypeError, "skip_keys must be"),
+        ({"pinned_bytes": -1}, ValueError, "pinned_bytes must be"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"shuffle": True, "sampler": [1]}, ValueError, "mutually exclusive"),
+        ({"batch_sampler": [[1]], "batch_size": 2}, ValueError, "mutually exclusive"),
+        ({"num_threads": 2}, TypeError, "num_threads"),
+        ({"no_such_thing": 1}, TypeError, "no_such_thing"),
+    ],
+)
+def test_wrong_arguments(arguments, error, text):
+    with pytest.raises(error) as caught:
+        DataLoaderX(**{"local_rank": 0, "dataset": Ramp(4), **arguments})
+    assert text in str(caught.value)
+    with pytest.raises(TypeError, match="local_rank"):
+        DataLoaderX(dataset=Ramp(4))
+
+
+@windows
+def test_a_rank_without_a_device(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="local_rank=2 was asked for, but there are 2 devices, counted from 0"):
+        DataLoaderX(2, Ramp(4))
+
+
+@windows
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("local_rank", [0, 7])
+def test_batches_stay_on_the_cpu_where_there_is_nothing_else(local_rank):
+    loader = DataLoaderX(local_rank, Ramp(4))
+    assert loader.device == torch.device("cpu")
+    assert {batch.device for batch in loader} == {torch.device("cpu")}
+
+
+# --- with a GPU
+
+
+def on_cpu(batch):
+    """A copy that is queued on the current stream, and waits for nothing."""
+    if isinstance(batch, dict):
+        return {key: on_cpu(value) for key, value in batch.items()}
+    return batch.to("cpu", non_blocking=True) if isinstance(batch, torch.Tensor) else batch
+
+
+def devices(batch):
+    if isinstance(batch, dict):
+        return set().union(*map(devices, batch.values()))
+    return {batch.device} if isinstance(batch, torch.Tensor) else set()
+
+
+@pytest.mark.gpu
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 4])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_values_are_right_on_the_device_without_any_wait(num_workers, rank, spin):
+    if rank >= torch.cuda.device_count():
+        pytest.skip("one device")
+    arguments = for_training(Images(), num_workers=num_workers)
+    loader = DataLoaderX(rank, **arguments)
+    assert loader.device == torch.device("cuda", rank)
+    kept = []
+    with torch.cuda.device(rank):
+        batches = iter(loader)
+        for _ in range(30):
+            batch = next(batches)
+            assert devices(batch) == {torch.device("cuda", rank)}
+            spin(2)  # the device is behind the host, and batches are dropped before it has read them
+            batch["images"] += 1
+            kept.append(on_cpu(batch))
+            del batch
+        torch.cuda.synchronize()
+    loader.shutdown()
+    assert threads() == []
+    for got, expected in zip(kept, plain(arguments), strict=False):
+        expected["images"] += 1
+        assert_equal(got, expected)
+
+
+@pytest.mark.gpu
+@sharing
+@pytest.mark.parametrize("num_workers", [0, 4])
+def test_test_batches_on_the_device_in_each_pass(num_workers):
+    arguments = for_tests(Images(), num_workers=num_workers)
+    loader, expected = DataLoaderX(0, **arguments), list(plain(arguments))
+    for _ in range(3):
+        got = list(loader)
+        assert len(got) == 6
+        for one, other in zip(got, expected, strict=True):
+            assert devices(one) == {torch.device("cuda", 0)}
+            assert one["img_paths"] == other["img_paths"]
+            assert_equal(on_cpu_now(one), other)
+
+
+def on_cpu_now(batch):
+    copied = on_cpu(batch)
+    torch.cuda.synchronize()
+    return copied
+
+
+@pytest.mark.gpu
+def test_a_rank_beyond_the_devices():
+    count = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"local_rank={count} was asked for, but there are {count} devices"):
+        DataLoaderX(count, Ramp(4))
