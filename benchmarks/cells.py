@@ -18,7 +18,7 @@ from decoders import DECODERS
 # With 64 files a batch, loading would take 20 steps of computing: nothing to overlap, and a cell of ten minutes.
 BATCH_SIZES = {"memory": 64, "jpeg": 8, "python": 16}
 STEPS = ("kernels", "resnet50")
-ROWS = "dataloader,pinned,windows-fix,apex,background,thread,gpuprefetch,gpuprefetch0,timm,workers4,workers8"
+ROWS = "dataloader,pinned,windows-fix,apex,background,fastreid,thread,gpuprefetch,gpuprefetch0,timm,workers4,workers8"
 ROWS += ",gpuprefetch8,nodes8,spdl8"
 FEW_CORES_ROWS = "dataloader,pinned,gpuprefetch,gpuprefetch0"
 # 15, 4 and 2 divide them. Processes make whole batches, so that of 50 steps the last 5 would leave 10 of 15 idle.
