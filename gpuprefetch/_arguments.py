@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from gpuprefetch._environment import driver_library
 from gpuprefetch._source import why_one_thread
@@ -31,7 +32,20 @@ def callers_level() -> int:
 def checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"loader must be an iterable of batches, not {type(loader).__name__}")
+    if sys.platform == "win32" and isinstance(loader, DataLoader) and loader.num_workers > 0:
+        _warn_of_workers()
     return loader
+
+
+@functools.cache
+def _warn_of_workers() -> None:
+    warnings.warn(
+        "the loader's num_workers is above 0, and so it starts processes. On Windows each of them runs the script and "
+        "imports torch again, and dataset and batches have to pass between them: set num_workers=0, and num_threads=N "
+        "of the PrefetchIterator to load with N threads",
+        RuntimeWarning,
+        stacklevel=4,  # whoever makes the PrefetchIterator
+    )
 
 
 def checked_int(name: str, value: int, least: int, most: int) -> int:

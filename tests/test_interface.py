@@ -4,8 +4,6 @@ import copy
 import functools
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -406,41 +404,6 @@ def test_no_compiled_module_and_an_unused_driver():
         "ImportError",
         "[] warned 1",
     ]
-
-
-UNGUARDED = """
-import multiprocessing, sys, threading
-import torch
-from torch.utils.data import DataLoader, Dataset
-from gpuprefetch import PrefetchIterator
-
-print("begun", __name__)
-multiprocessing.set_start_method("spawn")
-make = lambda i: torch.full((2,), i)
-
-def run(num_threads):
-    class Local(Dataset):
-        lock = threading.Lock()
-        def __len__(self):
-            return 4
-        def __getitem__(self, i):
-            with self.lock:
-                return make(i)
-    batches = PrefetchIterator(DataLoader(Local(), batch_size=2), device="cpu", num_threads=num_threads)
-    return [batch[:, 0].tolist() for batch in batches]
-
-print(run(0), run(1), multiprocessing.active_children())
-"""
-
-
-@pytest.mark.process
-def test_a_script_without_a_main_guard(tmp_path):
-    """Where processes are spawned, as on Windows, each would run the script again and need the dataset pickled."""
-    file = tmp_path / "train.py"
-    file.write_text(UNGUARDED, encoding="utf-8")
-    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["begun __main__", "[[0, 1], [2, 3]] [[0, 1], [2, 3]] []"]
 
 
 IMPORT = """
