@@ -1,0 +1,127 @@
+"""A dataset that computes on the device, and what a step with it is made of, each part measured alone."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from epoch import Batch, time_epoch
+from in_process import on_device
+from steps import Step
+from target import Target
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+SMALL, FACTOR = 32, 4
+LAUNCHES_AT_ONCE = 400  # fewer than a driver queues before it makes the host wait
+
+
+class Upscaled(Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is (the picture that the net makes of crop i, i)."""
+
+    def __init__(self, count: int, channels: int, layers: int, target: Target) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.crops = torch.randint(0, 256, (count, 3, SMALL, SMALL), dtype=torch.uint8, generator=generator)
+        self.device = target.device
+        torch.manual_seed(0)
+        inner: list[nn.Module] = []
+        for _ in range(layers):
+            inner += [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
+        first, last = nn.Conv2d(3, channels, 5, padding=2), nn.Conv2d(channels, 3 * FACTOR**2, 3, padding=1)
+        self.net = nn.Sequential(first, nn.ReLU(), *inner, last, nn.PixelShuffle(FACTOR), nn.Sigmoid())
+        self.net.eval().to(self.device)
+
+    def __len__(self) -> int:
+        return len(self.crops)
+
+    @torch.no_grad()
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.upscale(self.crops[i].to(self.device)), i
+
+    @torch.no_grad()
+    def upscale(self, crop: torch.Tensor) -> torch.Tensor:
+        picture: torch.Tensor = self.net(crop[None].float() / 255)[0]
+        return picture
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds a batch, each alone, all in one repeat.
+
+    loading: an epoch of the plain loader with no step. host: what the host takes to make a batch that the device need
+    not be done with. made: the device, busy with the dataset's net. step: an epoch of the step on batches that are on
+    the device. stepped: the device, busy with the step.
+    """
+
+    loading: float
+    host: float
+    made: float
+    step: float
+    stepped: float
+
+
+class Resident:
+    """Batches that are on the device, as often as an epoch has steps."""
+
+    def __init__(self, loader: Iterable[Batch], steps: int, target: Target) -> None:
+        self.steps = steps
+        self.pool = list(itertools.islice(on_device(loader, target, non_blocking=False), 4))
+        self.batch_size = len(self.pool[0][1])
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.pool[number % len(self.pool)] for number in range(self.steps))
+
+
+def busy_seconds(target: Target, work: Callable[[], object]) -> float:
+    """How long the device is busy with `work`, without the gaps in which it waits for the host: all is launched while
+    the device is held up by something else. Without streams it is the host's time."""
+    target.synchronize()
+    if target.device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        target.synchronize()
+        return time.perf_counter() - start
+    for cycles in (20_000_000 << shift for shift in range(6)):
+        torch.cuda._sleep(cycles)
+        begin = target.mark()
+        work()
+        end = target.mark()
+        was_held_up = not begin.query()
+        target.synchronize()
+        if was_held_up:
+            return target.seconds_between(begin, end)
+    raise RuntimeError("the device could not be held up while all of the work was launched")
+
+
+def host_seconds(loader: Iterable[Batch], target: Target) -> float:
+    """To make a batch, for the host alone: the device is idle when it begins, and is not waited for. Mean."""
+    seconds, count = 0.0, 0
+    batches = iter(loader)
+    while True:
+        target.synchronize()
+        start = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return seconds / count
+        seconds += time.perf_counter() - start
+        count += 1
+
+
+def measure_parts(
+    dataset: Upscaled, loader: DataLoader[Batch], resident: Resident, step: Step, target: Target
+) -> Parts:
+    target.synchronize()
+    start = time.perf_counter()
+    for batch in loader:
+        del batch
+    target.synchronize()
+    loading = (time.perf_counter() - start) / len(loader)
+    launches = 4 * sum(1 for _ in dataset.net.modules())  # a sample, at most
+    crops = dataset.crops[: max(1, LAUNCHES_AT_ONCE // launches)].to(target.device)
+    made = busy_seconds(target, lambda: [dataset.upscale(crop) for crop in crops]) / len(crops) * resident.batch_size
+    stepped = busy_seconds(target, lambda: step(*resident.pool[0]))
+    alone = time_epoch(resident, resident.steps, step, target, sync_every_step=False)
+    return Parts(loading, host_seconds(loader, target), made, alone.step_seconds, stepped)

@@ -1,0 +1,145 @@
+"""What gpu_dataset.py compares gives the same batches, and its parts and bounds are what they say."""
+
+import json
+
+import gpu_dataset
+import pytest
+import torch
+from gpu_dataset import Row, row_result
+from gpu_dataset_parts import Parts, Resident, Upscaled, busy_seconds, host_seconds
+from target import Target
+from torch.utils.data import DataLoader
+
+QUICK = ["--device", "cpu", "--batch-size", "2", "--steps", "3", "--repeats", "2", "--channels", "2", "--layers", "1"]
+ROWS = ["plain", "gpuprefetch0", "gpuprefetch1", "gpuprefetch3", "precomputed", "precomputed-gpuprefetch"]
+
+
+@pytest.fixture
+def target():
+    return Target(torch.device("cpu"))
+
+
+@pytest.fixture
+def dataset(target):
+    return Upscaled(6, 2, 1, target)
+
+
+def test_a_sample_is_the_nets_picture_of_its_crop(dataset):
+    picture, number = dataset[4]
+    assert picture.shape == (3, 128, 128) and picture.dtype == torch.float32 and not picture.requires_grad
+    assert number == 4 and torch.equal(picture, dataset[4][0]) and not torch.equal(picture, dataset[3][0])
+
+
+def test_a_run(tmp_path, capsys):
+    written = tmp_path / "out.json"
+    assert gpu_dataset.main([*QUICK, "--threads", "3", "--json", str(written)]) == 0
+    result = json.loads(written.read_text(encoding="utf-8"))
+    assert result["notes"] == [gpu_dataset.ON_THE_CPU]
+    assert [row["name"] for row in result["rows"]] == ROWS
+    for values in result["parts_ms"].values():
+        assert len(values["raw"]) == 2 and min(values["raw"]) > 0
+    for row in result["rows"]:
+        assert row["wrong_repeats"] == []
+        assert len(row["ms_per_step"]["raw"]) == 2 and min(row["ms_per_step"]["raw"]) >= 5  # the wait
+    out = capsys.readouterr().out
+    assert gpu_dataset.ON_THE_CPU in out and [line.split()[1] for line in out.splitlines() if line[:1] == "|"] == [
+        "row",
+        "---",
+        *ROWS,
+    ]
+
+
+def test_other_batches_than_the_plain_loaders_are_an_error(monkeypatch, capsys):
+    make_rows = gpu_dataset.make_rows
+
+    def with_a_fault(loader, precomputed, target, threads):
+        *rows, last = make_rows(loader, precomputed, target, threads)
+        swapped = list(loader)[::-1]
+        return [*rows, Row(last.name, last.description, swapped, computes=False)]
+
+    monkeypatch.setattr(gpu_dataset, "make_rows", with_a_fault)
+    assert gpu_dataset.main([*QUICK, "--threads", "2"]) == 1
+    captured = capsys.readouterr()
+    assert "precomputed-gpuprefetch!" in captured.out
+    assert captured.err == "gpu_dataset.py: other batches than the plain loader's: precomputed-gpuprefetch\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "bound"),
+    [
+        (Parts(loading=9, host=8, made=2, step=5, stepped=4), 9),
+        (Parts(loading=3, host=2, made=2, step=7, stepped=4), 7),
+        (Parts(loading=6, host=2, made=6, step=7, stepped=4), 10),
+    ],
+)
+def test_the_bound_is_the_longest_of_what_can_not_overlap(parts, bound):
+    assert Row("", "", []).bound(parts) == bound
+    assert Row("", "", [], computes=False).bound(parts) == parts.step
+
+
+def test_what_is_over_the_bound_is_of_one_repeat(target):
+    class Epoch:
+        checksum = type("", (), {"agrees": lambda self, other: True})()
+
+        def __init__(self, seconds):
+            self.step_seconds = seconds
+
+    parts = [Parts(1, 1, 1, 3, 1), Parts(1, 1, 1, 5, 1)]
+    result = row_result(Row("", "", []), [Epoch(4), Epoch(7)], parts, None)
+    assert result["over_bound_ms"]["raw"] == [1000, 2000]
+
+
+def test_parts_are_timed_over_all_batches(target, dataset, monkeypatch):
+    clock = iter(
+        [0, 1, 10, 13, 20, 25, 30]
+    )  # begin and end of three batches, and the begin of the one that isn't there
+    monkeypatch.setattr("gpu_dataset_parts.time.perf_counter", lambda: next(clock))
+    assert host_seconds(DataLoader(dataset, batch_size=2), target) == 3
+
+
+def test_without_a_device_the_host_is_timed(target, monkeypatch):
+    clock = iter([2.0, 5.0])
+    monkeypatch.setattr("gpu_dataset_parts.time.perf_counter", lambda: next(clock))
+    done = []
+    assert busy_seconds(target, lambda: done.append(1)) == 3
+    assert done == [1]
+
+
+def test_resident_batches_repeat(target, dataset):
+    resident = Resident(DataLoader(dataset, batch_size=1), 9, target)
+    assert [int(numbers) for _, numbers in resident] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_devices_time_has_no_gaps():
+    """Launching costs time in which the device is done with what it has: that must not count."""
+    target = Target(torch.device("cuda", 0))
+    x = torch.ones(1, device="cuda")
+
+    def slowly_launched():
+        for _ in range(20):
+            x.add_(1)
+            sum(range(20_000))
+
+    slowly_launched()
+    assert busy_seconds(target, slowly_launched) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--threads", "1"], "--threads must be 2 or more; got 1"),
+        (["--batch-size", "0"], "--batch-size must be 1 or more; got 0"),
+        (["--layers", "-1"], "--layers must be 0 or more; got -1"),
+        (["--json", "no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_wrong_arguments(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        gpu_dataset.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(capsys):
+    assert gpu_dataset.main(["--device", "xpu"]) == 1
+    assert "gpu_dataset.py: --device 'xpu' can't be used" in capsys.readouterr().err
