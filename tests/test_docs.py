@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
-NAMED = re.compile(r"\b((?:tests|benchmarks|ci/windows)/\w+\.py)(?:::(\w+))?")
+NAMED = re.compile(r"\b((?:tests|benchmarks)/\w+\.py)(?:::(\w+))?")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -168,7 +168,7 @@ def test_the_stream_of_the_datasets_work(num_threads):
     """The caller's where it runs on the caller's thread, else one of its own for all threads of the epoch."""
     seen = set()
     loader = DataLoader(Upscaled("cuda", before=lambda i: seen.add(torch.cuda.current_stream())), batch_size=4)
-    callers = torch.cuda.Stream()
+    callers = torch.cuda.Stream(priority=-1)  # of another pool, whose streams are never those of an epoch
     with torch.cuda.stream(callers):
         for _ in PrefetchIterator(loader, device="cuda", num_threads=num_threads):
             pass
