@@ -1,9 +1,11 @@
 """A training loader as FastReID builds it, with torch's DataLoader and with gpuprefetch's DataLoaderX: ms a batch.
 
-Run it anywhere: python examples/fastreid_loader.py. Without a GPU nothing is copied, and what can overlap is the
-loading and the step, which here only wait.
+    python examples/fastreid_loader.py
+
+Without a GPU nothing is copied, and what can overlap is the loading and the step, which here only wait.
 """
 
+import argparse
 import itertools
 import time
 
@@ -59,29 +61,32 @@ def step(batch):
     return batch["targets"].tolist()
 
 
-def train(loader, device):
+def train(loader, device, count):
     batches = iter(loader)
     seen = []
     start = time.perf_counter()
-    for batch in itertools.islice(batches, BATCHES):
+    for batch in itertools.islice(batches, count):
         moved = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
         seen.append(step(moved))
-    return seen, (time.perf_counter() - start) / BATCHES * 1000
+    return seen, (time.perf_counter() - start) / count * 1000
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few batches, to see that it runs")
+    count = 5 if parser.parse_args().quick else BATCHES
     torch.set_num_threads(1)  # stacking on several threads would mostly wait for busy cores
     plain = arguments() | {"pin_memory": torch.cuda.is_available()}
-    threads = {count: DataLoaderX(LOCAL_RANK, num_workers=count, **arguments()) for count in (0, 4)}
-    device = threads[0].device
-    expected, milliseconds = train(DataLoader(**plain), device)
-    print(f"on {device}, {BATCHES} batches of {BATCH_SIZE}")
+    loaders = {workers: DataLoaderX(LOCAL_RANK, num_workers=workers, **arguments()) for workers in (0, 4)}
+    device = loaders[0].device
+    expected, milliseconds = train(DataLoader(**plain), device, count)
+    print(f"on {device}, {count} batches of {BATCH_SIZE}")
     print(f"DataLoader, num_workers=0     {milliseconds:6.1f} ms a batch")
-    for count, loader in threads.items():
-        seen, milliseconds = train(loader, device)
+    for workers, loader in loaders.items():
+        seen, milliseconds = train(loader, device, count)
         assert seen == expected, "DataLoaderX gave other batches"
         loader.shutdown()  # what was loaded ahead of the last batch is dropped
-        print(f"DataLoaderX, num_workers={count}    {milliseconds:6.1f} ms a batch")
+        print(f"DataLoaderX, num_workers={workers}    {milliseconds:6.1f} ms a batch")
 
 
 if __name__ == "__main__":

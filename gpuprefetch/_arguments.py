@@ -44,7 +44,7 @@ def _warn_of_workers() -> None:
         "imports torch again, and dataset and batches have to pass between them: set num_workers=0, and num_threads=N "
         "of the PrefetchIterator to load with N threads",
         RuntimeWarning,
-        stacklevel=4,  # whoever makes the PrefetchIterator
+        stacklevel=callers_level(),
     )
 
 

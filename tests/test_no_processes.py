@@ -311,7 +311,7 @@ def test_a_loader_with_workers_leaves_no_process(device, num_threads, persistent
 
 def on(monkeypatch, platform):
     """As in a process on that platform that has warned of nothing yet."""
-    monkeypatch.setattr(_arguments, "sys", types.SimpleNamespace(platform=platform))
+    monkeypatch.setattr(_arguments, "sys", types.SimpleNamespace(platform=platform, _getframe=sys._getframe))
     _arguments._warn_of_workers.cache_clear()
 
 
