@@ -13,6 +13,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -44,6 +45,23 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+std::string compiler() {
+#if defined(_MSC_VER)
+  return "MSVC " + std::to_string(_MSC_FULL_VER);
+#elif defined(__clang__)
+  return std::string("Clang ") + __clang_version__;
+#else
+  return std::string("GCC ") + __VERSION__;
+#endif
+}
+
+// MSVC does not tell of /O2; its debug library stands for a debug build there.
+#if defined(__OPTIMIZE__) || (defined(_MSC_VER) && !defined(_DEBUG))
+constexpr bool kOptimized = true;
+#else
+constexpr bool kOptimized = false;
+#endif
+
 void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);
@@ -58,6 +76,8 @@ void translate(std::exception_ptr error) {
 PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.attr("TORCH_VERSION_MAJOR") = TORCH_VERSION_MAJOR;
   m.attr("TORCH_VERSION_MINOR") = TORCH_VERSION_MINOR;
+  m.attr("COMPILER") = compiler();
+  m.attr("OPTIMIZED") = kOptimized;
 
   py::register_local_exception_translator(&translate);
 

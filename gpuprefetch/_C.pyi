@@ -4,6 +4,8 @@ import torch
 
 TORCH_VERSION_MAJOR: int
 TORCH_VERSION_MINOR: int
+COMPILER: str
+OPTIMIZED: bool
 
 def is_plain(tensor: torch.Tensor) -> bool: ...
 def can_gather(samples: Sequence[torch.Tensor]) -> bool: ...
