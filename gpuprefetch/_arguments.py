@@ -173,7 +173,8 @@ def _warn_if_nvidia_driver() -> None:
         return
     warnings.warn(
         "this machine has an NVIDIA driver, but this torch is built without CUDA, so batches stay on the CPU: install "
-        'a CUDA build of torch (see pytorch.org), or pass device="cpu" to say that the CPU is meant',
+        'a CUDA build of torch (see pytorch.org; `python -m gpuprefetch` says more), or pass device="cpu" to say that '
+        "the CPU is meant",
         RuntimeWarning,
         stacklevel=callers_level(),
     )

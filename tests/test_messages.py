@@ -1,14 +1,16 @@
 """A wrong argument is named, with its value and what is allowed, before anything is begun."""
 
 import fractions
+import sys
 import threading
+import warnings
 
 import numpy
 import pytest
 import torch
 from loaders import vals
 
-from gpuprefetch import PrefetchIterator, _extension
+from gpuprefetch import PrefetchIterator, _arguments, _extension
 
 pytestmark = pytest.mark.windows
 
@@ -150,6 +152,27 @@ def test_what_is_allowed(arguments):
     p = PrefetchIterator([torch.tensor([i]) for i in range(3)], **{"device": "cpu", **arguments})
     assert vals(p) == [0, 1, 2]
     assert vals([next(p)]) == [0]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="torch is a GPU build")
+@pytest.mark.parametrize("there", [True, False], ids=["driver", "no driver"])
+def test_a_cpu_build_of_torch_beside_a_driver(there, monkeypatch):
+    always_there = "kernel32.dll" if sys.platform == "win32" else None  # None: the program itself
+    monkeypatch.setattr(_arguments, "driver_library", lambda: always_there if there else "no-such-library")
+    _arguments._warn_if_nvidia_driver.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert PrefetchIterator([]).device == torch.device("cpu")
+        PrefetchIterator([])
+    _arguments._warn_if_nvidia_driver.cache_clear()
+    assert len(caught) == there  # once, if at all
+    for warning in caught:
+        text = str(warning.message)
+        assert "this machine has an NVIDIA driver, but this torch is built without CUDA" in text
+        assert "`python -m gpuprefetch` says more" in text
+        assert warning.filename == __file__
+        assert "\n" not in text
 
 
 # --- the compiled module
