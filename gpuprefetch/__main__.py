@@ -74,15 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
-    faulthandler.dump_traceback_later(DEVICE_SECONDS, exit=True)
+    if sys.__stderr__ is not None:  # without it there is nowhere to tell where it hangs
+        faulthandler.dump_traceback_later(DEVICE_SECONDS, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _takes_colour(stream: TextIO) -> bool:
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
+def _takes_colour(stream: TextIO | None) -> bool:
+    if stream is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
         return False
     if sys.platform != "win32":
         return True

@@ -17,8 +17,6 @@ _OLDEST_GENERATION = 3
 def _torch_without_cuda(facts: Facts) -> Finding | None:
     if facts.torch_accelerator is not None or not (facts.nvidia_driver or facts.cards):
         return None
-    if facts.torch_cuda is not None or facts.torch_hip is not None:
-        return None
     windows = " On Windows the one of PyPI is a CPU build." if facts.sys_platform == "win32" else ""
     return Finding(
         "error",
@@ -48,7 +46,7 @@ def _old_driver(facts: Facts) -> Finding | None:
 def _no_device(facts: Facts) -> Finding | None:
     if facts.device_error is None:
         return None
-    there = facts.nvidia_driver or bool(facts.cards)
+    there = facts.nvidia_driver or facts.cards or facts.torch_hip is not None  # that build nobody gets unasked
     hidden = [
         f"{name}={facts.environment[name]!r}"
         for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

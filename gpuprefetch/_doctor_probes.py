@@ -47,6 +47,8 @@ def _version() -> str:
 
 
 def _accelerator() -> str | None:
+    if torch.version.cuda is not None or torch.version.hip is not None:  # older versions of torch would ask the driver
+        return "cuda"
     built_for = torch.accelerator.current_accelerator()
     return None if built_for is None else built_for.type
 
@@ -140,15 +142,15 @@ def _cuda_probes(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 
 def _device_error() -> str | None:
-    if torch.version.cuda is None and torch.version.hip is None:
+    built_for = _accelerator()
+    if built_for is None or torch.accelerator.is_available():
         return None
-    if torch.cuda.is_available():
-        return None
-    try:
-        torch.cuda.init()
-    except Exception as error:
-        return _first_line(error)
-    return "torch finds no device"
+    if built_for == "cuda":
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            return _first_line(error)
+    return f"{built_for} is not available"
 
 
 def _pinned() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 
@@ -59,7 +60,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("pinned memory", _listed(facts.pinned, " ") or "not asked"),
         ("extension", _extension(facts)),
         ("compiler", facts.compiler or "none found"),
-        ("OpenMP", ", ".join(facts.openmp or []) or _UNKNOWN),
+        ("OpenMP", ", ".join(re.split(r"[\\/]", file)[-1] for file in facts.openmp or []) or _UNKNOWN),
         ("environment", _listed(facts.environment, "=") or "plain"),
         ("num_threads", f"{facts.recommended_threads or _UNKNOWN} recommended, to begin with"),
         (

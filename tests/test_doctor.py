@@ -14,6 +14,7 @@ import textwrap
 import pytest
 import torch
 from loaders import script
+from test_doctor_findings import FOUND
 
 from gpuprefetch._doctor_facts import Facts, Finding
 from gpuprefetch._environment import driver_library
@@ -104,6 +105,13 @@ def test_json_holds_every_fact_and_finding():
     assert named(told, "no-compiler")["severity"] == "note"
 
 
+def test_the_docs_tell_each_finding():
+    table = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    for name, severity, _, _ in FOUND:
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
+        assert severity in row.split("|")[2], row
+
+
 def test_each_finding_is_printed():
     _, out, _ = doctor(CUDA_LAUNCH_BLOCKING="1")
     assert "\nslow    CUDA_LAUNCH_BLOCKING is set\n  why   Each launch" in out
@@ -163,9 +171,9 @@ def test_a_device_that_does_not_answer():
         _doctor_probes.with_device = hang
         _doctor_system.driver_library = lambda: "none"
         later = faulthandler.dump_traceback_later
-        def sooner(seconds, exit):
+        def sooner(seconds, **options):
             assert 30 <= seconds <= 300
-            later(1, exit=exit)
+            later(1, **options)
         faulthandler.dump_traceback_later = sooner
         """
     )

@@ -108,6 +108,18 @@ FOUND = [
         ["Found no NVIDIA driver", "Nothing, without a GPU."],
     ),
     (
+        "no-device",
+        "error",
+        {**ON_THE_CPU, "torch_hip": "6.4", "torch_accelerator": "cuda", "device_error": "No HIP GPUs are available"},
+        ["No HIP GPUs", "rocm-smi"],
+    ),
+    (
+        "no-device",
+        "note",
+        {**ON_THE_CPU, "torch_accelerator": "xpu", "device_error": "xpu is not available"},
+        ["xpu is not available", "Nothing, without a GPU."],
+    ),
+    (
         "extension",
         "error",
         {**UNTESTED, "extension_error": REBUILD, "extension_torch": "2.10"},
