@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch._environment import driver_library
 from gpuprefetch._source import why_one_thread
 
-_MOST_THREADS = 256
+MOST_THREADS = 256
 LARGEST_SEED = (1 << 64) - 1
 
 
@@ -58,7 +58,7 @@ def checked_int(name: str, value: int, least: int, most: int) -> int:
 
 
 def checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
-    num_threads = checked_int("num_threads", num_threads, 0, _MOST_THREADS)
+    num_threads = checked_int("num_threads", num_threads, 0, MOST_THREADS)
     if num_threads < 2:
         return num_threads
     reason = why_one_thread(loader)
