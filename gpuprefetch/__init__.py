@@ -10,6 +10,7 @@ from gpuprefetch._dataloader_x import DataLoaderX
 from gpuprefetch._iterator import PrefetchIterator
 from gpuprefetch._recommended import recommended_num_threads
 from gpuprefetch._seeds import sample_generator, sample_rng
+from gpuprefetch._set_seed import set_seed
 
 __all__ = [
     "DataLoaderX",
@@ -21,5 +22,6 @@ __all__ = [
     "recommended_num_threads",
     "sample_generator",
     "sample_rng",
+    "set_seed",
 ]
 __version__ = "0.1.0"

@@ -57,6 +57,12 @@ def checked_int(name: str, value: int, least: int, most: int) -> int:
     return int(value)
 
 
+def checked_bool(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
 def checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
     num_threads = checked_int("num_threads", num_threads, 0, MOST_THREADS)
     if num_threads < 2:
