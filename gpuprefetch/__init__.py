@@ -9,6 +9,7 @@ from gpuprefetch._create_dataloader import (
 from gpuprefetch._dataloader_x import DataLoaderX
 from gpuprefetch._iterator import PrefetchIterator
 from gpuprefetch._recommended import recommended_num_threads
+from gpuprefetch._reproducibility import verify_reproducibility
 from gpuprefetch._seeds import sample_generator, sample_rng
 from gpuprefetch._set_seed import set_seed
 
@@ -23,5 +24,6 @@ __all__ = [
     "sample_generator",
     "sample_rng",
     "set_seed",
+    "verify_reproducibility",
 ]
 __version__ = "0.1.0"

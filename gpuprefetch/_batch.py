@@ -45,7 +45,7 @@ def replace(batch: Any, moved: Mapping[int, Any], skip_keys: Collection[Any] = (
     if id(batch) in moved:
         return moved[id(batch)]
     changes = {}
-    for key, child in _children(batch, skip_keys):
+    for key, child in children(batch, skip_keys):
         if type(child) in _ATOMS:
             continue
         new = moved.get(id(child))
@@ -110,7 +110,7 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any]) -> N
     if _is_leaf(value):
         found.setdefault(id(value), value)
         return
-    for _, child in _children(value, skip_keys):
+    for _, child in children(value, skip_keys):
         if type(child) is torch.Tensor:  # told at a glance, as atoms are: a batch may have hundreds
             found[id(child)] = child
         elif type(child) not in _ATOMS:
@@ -121,7 +121,7 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, Stack)) or moves_itself(value)
 
 
-def _children(value: Any, skip_keys: Collection[Any]) -> Iterable[tuple[Any, Any]]:
+def children(value: Any, skip_keys: Collection[Any]) -> Iterable[tuple[Any, Any]]:
     if type(value) in (list, tuple):
         return enumerate(value)
     return _children_of_others(value, skip_keys)
@@ -245,7 +245,7 @@ def _collect_memory(value: Any, found: dict[int, torch.Tensor], seen: set[int]) 
             else:
                 _collect_attributes(part, found, seen)
         return
-    for _, child in _children(value, ()):
+    for _, child in children(value, ()):
         _collect_memory(child, found, seen)
     if moves_itself(value):  # not any object: a reference to a model or a logger is no part of a batch
         _collect_attributes(value, found, seen)

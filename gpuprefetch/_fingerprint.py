@@ -1,0 +1,165 @@
+"""What a batch holds, as digests that can be kept for a whole epoch, and where two batches differ."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import datetime
+import enum
+import hashlib
+import itertools
+import numbers
+import pathlib
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from gpuprefetch._batch import children, moves_itself, tensors_in
+
+_SHOWN_BY_REPR = (
+    str,
+    bytes,
+    bytearray,
+    array.array,
+    numbers.Number,
+    type(None),
+    enum.Enum,
+    pathlib.PurePath,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+)
+
+_NOTHING = object()
+
+
+class Value(NamedTuple):
+    """A container or leaf of a batch."""
+
+    path: str  # as one would write it behind the batch: ['images'][0]
+    kind: str
+    digest: bytes | None  # None: an object whose value can't be seen
+
+
+def fingerprint(batch: Any) -> list[Value]:
+    """All containers and leaves of a batch, in order. Equal ones: the same structure, types, shapes and bytes."""
+    return [_value(path, value) for path, value in _walk(batch, "")]
+
+
+def first_difference(found: list[Value], expected: list[Value]) -> tuple[str, str] | None:
+    """The path of the first value that differs, and how."""
+    for a, b in itertools.zip_longest(found, expected):
+        if a is None or b is None or a.path != b.path:
+            return (a or b).path, "only in one of them"
+        if a.kind != b.kind:
+            return a.path, f"{a.kind}, but {b.kind}"
+        if a.digest != b.digest:
+            return a.path, f"a {a.kind} of other bytes"
+    return None
+
+
+def first_unequal_element(path: str, found: Any, expected: Any) -> tuple[str, str] | None:
+    """Where in the leaf at ``path`` of two batches the first element differs, and the two; None if it has none."""
+    ours, theirs = _at(path, found), _at(path, expected)
+    if isinstance(ours, _SHOWN_BY_REPR) and isinstance(theirs, _SHOWN_BY_REPR):
+        return path, f"{_short(ours)}, but {_short(theirs)}"
+    a, b = _as_array(ours), _as_array(theirs)
+    if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return None
+    elements = [numpy.frombuffer(each.tobytes(), numpy.uint8).reshape(each.size, -1) for each in (a, b)]
+    unequal = (elements[0] != elements[1]).any(axis=1)
+    if not unequal.any():
+        return None
+    place = tuple(int(i) for i in numpy.unravel_index(int(unequal.argmax()), a.shape))
+    return f"{path}{list(place) if place else ''}", f"{_short(a[place].item())}, but {_short(b[place].item())}"
+
+
+def _at(path: str, batch: Any) -> Any:
+    return next((value for at, value in _walk(batch, "") if at == path), _NOTHING)
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject and value.dtype.fields is None:
+        held: Any = zip(numpy.ndindex(value.shape), value.ravel(), strict=True)
+    else:
+        held = children(value)
+    for key, child in held:
+        yield from _walk(child, path + (f".{key}" if dataclasses.is_dataclass(value) else f"[{key!r}]"))
+
+
+def _value(path: str, value: Any) -> Value:
+    name = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        kind = f"{name} of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return Value(path, kind, _digest([_tensor_bytes(part) for part in _strided_parts(value)]))
+    if isinstance(value, numpy.ndarray):
+        kind = f"{name} of {value.dtype} {list(value.shape)}"
+        if value.dtype.hasobject:  # its elements are values of their own
+            return Value(path, kind, b"" if value.dtype.fields is None else None)
+        return Value(path, kind, _digest([value.tobytes()]))
+    if isinstance(value, _SHOWN_BY_REPR):
+        return Value(path, name, _digest([repr(value).encode()]))
+    if hasattr(value, "__array_interface__"):  # a PIL image
+        pixels = numpy.asarray(value)
+        return Value(path, f"{name} of {pixels.dtype} {list(pixels.shape)}", _digest([pixels.tobytes()]))
+    held = sum(1 for _ in children(value))
+    if dataclasses.is_dataclass(value) or (isinstance(value, Collection) and held == len(value)):
+        return Value(path, f"{name} of {held}", b"")  # a set, say, has a length and is not walked
+    parts = tensors_in(value) if moves_itself(value) else []
+    return Value(path, name, _digest([_tensor_bytes(part) for part in parts]) if parts else None)
+
+
+def _digest(parts: list[Any]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        return [tensor.to_dense()]
+    return tensors_in(tensor)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    plain: Any = tensor.detach().as_subclass(torch.Tensor)
+    if any(getattr(plain, "names", ())):
+        plain = plain.rename(None)
+    if plain._is_zerotensor():
+        plain = torch.zeros_like(plain)
+    dense: torch.Tensor = plain.cpu().resolve_conj().resolve_neg().contiguous()
+    return dense
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> Any:
+    return _dense(tensor).reshape(-1).view(torch.uint8).numpy()
+
+
+def _as_array(value: Any) -> numpy.ndarray[Any, Any] | None:
+    """An array that has the elements of a leaf, or None where it has no such form."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            return None
+        dense = _dense(value)
+        if dense.dtype.is_floating_point or dense.dtype.is_complex:  # NumPy does not know all of them
+            dense = dense.to(torch.complex128 if dense.dtype.is_complex else torch.float64)
+        return dense.numpy()
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return None
+    if isinstance(value, numpy.ndarray) or hasattr(value, "__array_interface__"):
+        return numpy.asarray(value)
+    return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

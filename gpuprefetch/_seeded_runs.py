@@ -1,0 +1,98 @@
+"""Epochs of one loader, repeated from one seed while all else that could be drawn from is different."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader
+
+from gpuprefetch._fingerprint import Value, fingerprint
+from gpuprefetch._iterator import PrefetchIterator
+from gpuprefetch._seeds import Seeds
+
+
+class SeededRuns:
+    """Epochs of one loader, all begun alike but for the global generators."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device,
+        skip_keys: Collection[Any],
+        seed: int,
+        max_batches: int,
+    ) -> None:
+        self._loader = loader
+        self._device = device
+        self._skip_keys = skip_keys
+        self._seed = seed
+        self._max_batches = max_batches
+        self._numbers = itertools.count(1)
+        self.drawn: list[str] = []  # the global generators that something drew from in the last run
+
+    @contextlib.contextmanager
+    def epoch(self, num_threads: int) -> Iterator[Iterator[Any]]:
+        """The batches of one more run, which ends with the block."""
+        with (
+            self._begun(),
+            PrefetchIterator(
+                self._loader, self._device, num_threads=num_threads, skip_keys=self._skip_keys, seed=self._seed
+            ) as batches,
+        ):
+            yield itertools.islice(batches, self._max_batches)
+
+    def order(self) -> list[list[Value]]:
+        """What the sampler gives, by itself, where the order is drawn as in an epoch."""
+        sampler: Any = self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler
+        with self._begun():
+            indices = iter(sampler)
+            first = Seeds(self._seed, 0).call("order", lambda: list(itertools.islice(indices, 1)))
+            rest = itertools.islice(indices, self._max_batches)
+            return [fingerprint(index) for index in itertools.chain(first, rest)]
+
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[None]:
+        """With states of the global generators that no other run has, and those of the loader's own as they are."""
+        number = next(self._numbers)
+        random.seed(number)
+        numpy.random.seed(number)
+        torch.default_generator.manual_seed(number)
+        before = _global_states()
+        states = [(generator, generator.get_state()) for generator in self._generators()]
+        try:
+            yield
+        finally:
+            self.drawn = [name for name, state in _global_states().items() if state != before[name]]
+            for generator, state in states:
+                generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        batch_sampler = self._loader.batch_sampler
+        owners = [self._loader, self._loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _global_states() -> dict[str, list[Value]]:
+    numpys = numpy.random.get_state(legacy=False)
+    states = {"random": random.getstate(), "numpy.random": numpys, "torch": torch.default_generator.get_state()}
+    return {name: fingerprint(state) for name, state in states.items()}
+
+
+@contextlib.contextmanager
+def global_generators_kept(device: torch.device) -> Iterator[None]:
+    """Puts them back as they were: Python's, NumPy's, the CPU's, and those of CUDA if it is used."""
+    python, legacy = random.getstate(), numpy.random.get_state(legacy=False)
+    uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if uses_cuda else ()):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(legacy)
