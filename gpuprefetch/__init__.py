@@ -1,5 +1,6 @@
 """Load, copy and compute at the same time, in one process."""
 
+from gpuprefetch._cached_dataset import CachedDataset
 from gpuprefetch._create_dataloader import (
     create_dataloader,
     get_recommended_num_workers,
@@ -14,6 +15,7 @@ from gpuprefetch._seeds import sample_generator, sample_rng
 from gpuprefetch._set_seed import set_seed
 
 __all__ = [
+    "CachedDataset",
     "DataLoaderX",
     "PrefetchIterator",
     "create_dataloader",

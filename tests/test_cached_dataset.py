@@ -1,0 +1,530 @@
+"""``CachedDataset``: each sample is loaded once, and what is kept is never changed."""
+
+import copy
+import dataclasses
+import pickle
+import threading
+import warnings
+import weakref
+
+import numpy
+import pytest
+import torch
+from loaders import THREADS, Gate, Ramp, eventually, vals, within
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import gpuprefetch
+from gpuprefetch import CachedDataset, PrefetchIterator
+
+pytestmark = pytest.mark.windows
+
+N = 12
+PLENTY = 1 << 20
+
+
+class Counted(Dataset):
+    """``make(i)``, and the indices that were asked for."""
+
+    def __init__(self, make, n=N):
+        self.make, self.n, self.asked = make, n, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        return self.make(i)
+
+
+def ramp(i):
+    return torch.full((4,), float(i))  # 16 bytes
+
+
+def cached(make, max_bytes=PLENTY, **arguments):
+    dataset = Counted(make)
+    return CachedDataset(dataset, max_bytes, **arguments), dataset
+
+
+# --- once
+
+
+def test_a_sample_is_loaded_once():
+    cache, dataset = cached(ramp)
+    assert len(cache) == N and cache.dataset is dataset
+    for _ in range(3):
+        assert [cache[i].tolist() for i in range(N)] == [[float(i)] * 4 for i in range(N)]
+    assert dataset.asked == list(range(N))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_in_a_loader(threads):
+    cache, dataset = cached(lambda i: {"image": ramp(i), "label": i, "name": f"{i}"})
+    batches = PrefetchIterator(DataLoader(cache, 5, shuffle=True), "cpu", num_threads=threads)
+    for _ in range(3):
+        samples = {}
+        for batch in batches:
+            for name, image, label in zip(batch["name"], batch["image"], batch["label"], strict=True):
+                samples[name] = image.tolist(), int(label)
+        assert samples == {f"{i}": ([float(i)] * 4, i) for i in range(N)}
+    assert sorted(dataset.asked) == list(range(N))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_what_the_first_load_drew_comes_again(threads):
+    cache, _ = cached(lambda i: torch.rand(2, generator=gpuprefetch.sample_generator()))
+    batches = PrefetchIterator(DataLoader(cache, 5), "cpu", num_threads=threads, seed=3)
+    expected = torch.cat(list(PrefetchIterator(DataLoader(cache.dataset, 5), "cpu", seed=3)))
+    assert len(expected.unique()) == 2 * N
+    for _ in range(3):
+        assert torch.equal(torch.cat(list(batches)), expected)
+
+
+@pytest.mark.parametrize(
+    "one, same, other",
+    [
+        (3, [numpy.int64(3), numpy.array(3), torch.tensor(3)], [4, -3, 3.0, "3", (3,)]),
+        ("a", ["a"], ["b", b"a"]),
+        (("a", 1), [("a", 1)], [("a", 2)]),
+        (None, [None], [0]),
+    ],
+)
+def test_which_indices_are_one(one, same, other):
+    cache, dataset = cached(lambda key: [key])
+    for key in [one, *same]:
+        assert cache[key] == [one]
+    assert dataset.asked == [one]
+    for key in other:
+        assert cache[key] == [key]
+    assert dataset.asked == [one, *other]
+
+
+@pytest.mark.parametrize("index", [[1], torch.tensor([3]), torch.tensor(1.5), numpy.array([3]), {1: 2}], ids=repr)
+def test_what_is_no_index(index):
+    cache, dataset = cached(ramp)
+    with pytest.raises(TypeError) as caught:
+        cache[index]
+    text = f"the index of a CachedDataset must be an integer or a hashable key, not {index!r}"
+    assert str(caught.value) == text and dataset.asked == []
+
+
+# --- several threads
+
+
+def asked_at_once(cache, indices):
+    """What each of these threads gets or is raised."""
+    results = [None] * len(indices)
+
+    def ask(place, index):
+        try:
+            results[place] = cache[index]
+        except Exception as error:
+            results[place] = error
+
+    asking = [threading.Thread(target=ask, args=pair, daemon=True) for pair in enumerate(indices)]
+    for thread in asking:
+        thread.start()
+    return asking, results
+
+
+def test_two_threads_that_ask_for_one_sample_load_it_once():
+    with Gate(at=3) as gate:
+        cache, dataset = cached(lambda i: gate(i) or ramp(i))
+        asking, results = asked_at_once(cache, [3, 3, 3])
+        assert gate.reached.wait(10)
+        assert eventually(lambda: cache._turns[3].askers == 3, collect=False)
+        assert within(10, lambda: cache[4].tolist()) == [4.0] * 4  # others are not held up
+        gate.opened.set()
+        for thread in asking:
+            thread.join(10)
+    assert [result.tolist() for result in results] == [[3.0] * 4] * 3
+    assert len({result.data_ptr() for result in results}) == 3
+    assert dataset.asked == [3, 4] and cache._turns == {}
+
+
+def test_an_error_arrives_in_each_asker_and_is_not_kept():
+    failures = [OSError("first"), OSError("second")]
+
+    def fail(i):
+        gate(i)
+        if failures:
+            raise failures.pop(0)
+        return ramp(i)
+
+    with Gate(at=3) as gate:
+        cache, dataset = cached(fail)
+        asking, results = asked_at_once(cache, [3, 3])
+        assert gate.reached.wait(10)
+        assert eventually(lambda: cache._turns[3].askers == 2, collect=False)
+        gate.opened.set()
+        for thread in asking:
+            thread.join(10)
+    assert sorted(map(str, results)) == ["first", "second"]
+    assert cache[3].tolist() == [3.0] * 4
+    assert dataset.asked == [3, 3, 3] and cache._turns == {}
+
+
+def test_many_threads_and_little_room():
+    """Counts stay right: what is kept fits, and what does not is loaded by whoever asks."""
+    cache, dataset = cached(ramp, max_bytes=5 * torch.zeros(4).nbytes)
+    with pytest.warns(RuntimeWarning, match="does not fit"):
+        for _ in range(5):
+            asking, results = asked_at_once(cache, list(range(N)) * 2)
+            for thread in asking:
+                thread.join(10)
+            assert [result.tolist() for result in results] == [[float(i)] * 4 for i in range(N)] * 2
+    assert len(cache._kept) == 5 and cache._bytes == 80
+    assert len(dataset.asked) == 5 + 5 * 2 * (N - 5)
+
+
+def test_a_dataset_that_asks_the_cache_for_its_own_sample_does_not_hang():
+    dataset = Counted(lambda i: cache[i])
+    cache = CachedDataset(dataset, PLENTY)
+    with pytest.raises(RecursionError):
+        within(30, lambda: cache[0])
+    assert cache._turns == {}
+
+
+# --- nothing changes what is kept
+
+
+class Holder:
+    """Neither a container nor a tensor."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make, change, read",
+    [
+        (ramp, lambda s: s.add_(1), lambda s: s.tolist()),
+        (ramp, lambda s: s.numpy().fill(9), lambda s: s.tolist()),
+        (lambda i: [ramp(i)], lambda s: s.append(1), lambda s: len(s)),
+        (lambda i: {"a": (ramp(i), 1)}, lambda s: s["a"][0].zero_(), lambda s: s["a"][0].tolist()),
+        (lambda i: numpy.full(3, i + 1), lambda s: s.fill(0), lambda s: s.tolist()),
+        (lambda i: Holder([i]), lambda s: s.value.append(5), lambda s: s.value),
+        (lambda i: Point(ramp(i)), lambda s: s.x.zero_(), lambda s: s.x.tolist()),
+        (lambda i: bytearray(b"abc"), lambda s: s.clear(), bytes),
+    ],
+    ids=["tensor", "through numpy", "list", "nested", "array", "object", "dataclass", "bytearray"],
+)
+def test_a_sample_that_is_changed_in_place(make, change, read):
+    cache, dataset = cached(make)
+    for _ in range(3):
+        sample = cache[3]
+        assert read(sample) == read(make(3))
+        change(sample)
+        assert read(sample) != read(make(3))
+    assert dataset.asked == [3]
+
+
+def test_a_dataset_that_fills_one_buffer_again_and_again():
+    buffer = torch.zeros(4)
+    cache, _ = cached(lambda i: buffer.fill_(i))
+    assert vals(cache[i] for i in range(N)) == vals(cache[i] for i in range(N)) == list(range(N))
+
+
+def test_a_view_keeps_only_its_own_part():
+    storage = torch.arange(4000.0).reshape(N - 2, 400)
+    cache, _ = cached(lambda i: {"row": storage[i], "column": storage[:, i], "wide": torch.tensor([i]).expand(7)})
+    for _ in range(2):
+        sample = cache[3]
+        assert torch.equal(sample["row"], storage[3]) and torch.equal(sample["column"], storage[:, 3])
+        assert sample["wide"].tolist() == [3] * 7
+    kept = cache._kept[3]
+    assert [tensor.untyped_storage().nbytes() for tensor in kept.values()] == [1600, 40, 56]
+    assert cache._bytes >= 1600 + 40 + 56
+
+
+def test_a_tensor_that_stands_twice_in_a_sample_is_one():
+    def twice(i):
+        tensor = ramp(i)
+        return tensor, {"again": tensor}
+
+    cache, _ = cached(twice)
+    first, second = cache[1], cache[1]
+    assert first[0] is first[1]["again"] and second[0] is second[1]["again"] and first[0] is not second[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.ones(2, requires_grad=True),
+        lambda: torch.tensor([1 + 2j]).conj(),
+        lambda: torch.zeros(0, 3),
+        lambda: torch.tensor(5),
+    ],
+    ids=["sparse", "channels last", "requires grad", "conj", "empty", "scalar"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_kinds_of_tensors(make, same):
+    cache, dataset = cached(lambda i: make())
+    for _ in range(2):
+        same(cache[0], make().clone().detach().requires_grad_(make().requires_grad))
+    assert dataset.asked == [0]
+
+
+def test_a_tensor_made_in_inference_mode_can_be_used_for_training():
+    cache, _ = cached(ramp)
+    with torch.inference_mode():
+        cache[1]
+    weight = torch.ones(4, requires_grad=True)
+    (cache[1] * weight).sum().backward()
+    assert weight.grad.tolist() == [1.0] * 4
+
+
+def test_a_tensor_of_a_graph_is_refused():
+    weight = torch.ones(4, requires_grad=True)
+    cache, _ = cached(lambda i: ramp(i) * weight)
+    with pytest.raises(RuntimeError, match=r"can't keep a tensor that is part of an autograd graph: detach\(\) it"):
+        cache[1]
+    assert cache._bytes == 0 and cache._kept == {} and cache._turns == {}
+
+
+def test_a_sample_that_can_not_be_copied_takes_no_room():
+    cache, _ = cached(lambda i: threading.Lock())
+    with pytest.raises(TypeError, match="lock"):
+        cache[1]
+    assert cache._bytes == 0 and cache._kept == {}
+
+
+def test_dropping_the_cache_frees_what_it_kept():
+    cache, _ = cached(lambda i: Holder(i))
+    list(PrefetchIterator(DataLoader(cache, 4, collate_fn=list), "cpu", num_threads=2))
+    kept = [weakref.ref(sample) for sample in cache._kept.values()]
+    assert len(kept) == N
+    del cache
+    assert eventually(lambda: all(reference() is None for reference in kept))
+
+
+# --- how much
+
+
+def test_when_no_more_fits_one_warning_says_how_much_does():
+    cache, dataset = cached(ramp, max_bytes=5 * 16)
+    with pytest.warns(RuntimeWarning) as caught:
+        for _ in range(2):
+            assert vals(cache[i] for i in range(N)) == list(range(N))
+    assert [str(warning.message) for warning in caught] == [
+        "the sample at index 5 takes 16 bytes and does not fit into max_bytes=80 of a CachedDataset: 5 of 12 samples "
+        "are kept so far, 80 bytes; what does not fit is loaded each time"
+    ]
+    assert dataset.asked == [*range(N), *range(5, N)]
+    assert repr(cache).endswith(", 5 samples kept, 80 of 80 bytes)")
+
+
+def test_a_smaller_sample_may_still_fit():
+    cache, dataset = cached(lambda i: torch.zeros(100 if i == 0 else 1), max_bytes=40)
+    with pytest.warns(RuntimeWarning, match="takes 400 bytes .* 0 of 12 samples are kept so far, 0 bytes"):
+        cache[0]
+    for _ in range(2):
+        cache[1], cache[0]
+    assert dataset.asked == [0, 1, 0, 0]
+
+
+def test_a_dataset_without_a_length():
+    class Keyed(Dataset):
+        def __getitem__(self, key):
+            return torch.zeros(10)
+
+    cache = CachedDataset(Keyed(), 1)
+    with pytest.warns(RuntimeWarning, match="the sample at index .*'x'.* 0 samples are kept so far"):
+        cache["x"]
+    with pytest.raises(TypeError):
+        len(cache)
+
+
+@pytest.mark.parametrize("warned", [True, False])
+def test_all_that_fits_is_no_warning(warned):
+    cache, _ = cached(ramp, max_bytes=N * 16 - warned)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vals(cache[i] for i in range(N))
+    assert len(caught) == warned
+
+
+SHARED = torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    "sample, low, high",
+    [
+        (torch.zeros(100), 400, 400),
+        (torch.zeros(100)[:10], 40, 40),
+        (torch.zeros(1).expand(10), 40, 40),
+        (torch.zeros(0), 0, 0),
+        (numpy.zeros((3, 4)), 96, 96),
+        (b"x" * 1000, 1000, 1100),
+        ("x" * 1000, 1000, 1100),
+        ({"a": [torch.zeros(100)], "b": numpy.zeros(100, numpy.uint8)}, 500, 1000),
+        ([SHARED, SHARED], 32, 132),
+        (Holder(b"x" * 1000), 1000, 1700),
+        ({b"x" * 1000, b"y" * 1000}, 2000, 2500),
+        (numpy.array([b"x" * 1000, None], dtype=object), 1016, 1100),
+        (len, 0, 0),
+    ],
+    ids=str,
+)
+def test_how_much_a_sample_takes(sample, low, high):
+    cache, _ = cached(lambda i: sample)
+    cache[0]
+    assert low <= cache._bytes <= high
+
+
+@pytest.mark.parametrize("mode, size", [("L", 12), ("RGB", 48), ("RGBA", 48)])
+def test_how_much_an_image_takes(mode, size):
+    image = pytest.importorskip("PIL.Image")
+    cache, _ = cached(lambda i: image.new(mode, (4, 3), 7))
+    cache[0].putpixel((0, 0), 1)
+    assert cache[0].getpixel((0, 0)) == image.new(mode, (1, 1), 7).getpixel((0, 0))
+    assert cache._bytes == size
+
+
+def test_a_sample_that_holds_itself():
+    def loop(i):
+        sample = [ramp(i)]
+        sample.append({"self": sample.copy()})
+        return sample
+
+    cache, _ = cached(loop)
+    assert cache[0][1]["self"][0].tolist() == cache[0][0].tolist()
+    assert 16 <= cache._bytes < 500
+
+
+# --- devices
+
+
+def test_on_a_device_all_samples_are_there():
+    """The device "meta" stands in for one: tensors have no values there, but a place."""
+    cache, dataset = cached(lambda i: {"image": ramp(i), "name": f"{i}"}, max_bytes=500, device="meta")
+    with pytest.warns(RuntimeWarning, match="does not fit"):
+        for _ in range(2):
+            samples = [cache[i] for i in range(N)]
+            assert {sample["image"].device.type for sample in samples} == {"meta"}
+            assert [sample["name"] for sample in samples] == [f"{i}" for i in range(N)]
+    assert 0 < len(cache._kept) < N and len(dataset.asked) == 2 * N - len(cache._kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("room", [PLENTY * 64, 6 * 256 * 1024], ids=["all fit", "some fit"])
+@pytest.mark.filterwarnings("ignore:the sample at index:RuntimeWarning")
+def test_on_cuda(threads, room):
+    cache, dataset = cached(lambda i: (torch.full((256, 256), float(i)), i), max_bytes=room, device="cuda")
+    batches = PrefetchIterator(DataLoader(cache, 5, shuffle=True), "cuda", num_threads=threads)
+    for _ in range(4):
+        seen = []
+        for images, labels in batches:
+            assert images.is_cuda and labels.is_cuda
+            assert torch.equal(images, labels.float()[:, None, None].expand(-1, 256, 256))
+            images.zero_()  # of the batch, and no sample
+            seen += labels.tolist()
+        assert sorted(seen) == list(range(N))
+    assert all(image.is_cuda for image, _ in cache._kept.values())
+    assert len(cache._kept) == (N if room > PLENTY * 8 else len(cache._kept)) > 0
+    assert len(dataset.asked) == len(cache._kept) + 4 * (N - len(cache._kept))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", THREADS)
+def test_on_cuda_a_later_epoch_waits_for_nothing(threads, spin):
+    cache, _ = cached(lambda i: torch.full((256, 256), float(i)), device="cuda", max_bytes=PLENTY * 64)
+    batches = PrefetchIterator(DataLoader(cache, 2), "cuda", num_threads=threads)
+    assert vals(batches) == list(range(0, N, 2))
+    torch.cuda.synchronize()
+    epoch = iter(batches)
+    spin(1500)
+    end = torch.cuda.Event()
+    end.record()
+    first = next(epoch)
+    second = next(epoch)
+    assert not end.query(), "the host waited for the device"
+    assert vals([first, second]) == [0, 2]
+
+
+@pytest.mark.gpu
+def test_on_cuda_samples_are_read_on_another_stream_than_they_were_made(spin):
+    """The stream that made a sample is busy before: who reads it early would see what was there."""
+    cache, _ = cached(lambda i: torch.full((1 << 20,), float(i)), device="cuda", max_bytes=PLENTY * 64)
+    made, read = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(made):
+        spin(200)
+        cache[3]
+    with torch.cuda.stream(read):
+        sample = cache[3]
+    read.synchronize()
+    assert torch.equal(sample, torch.full_like(sample, 3.0))
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_cache_that_is_dropped_while_it_is_read(spin):
+    """Its memory must not be used again before the copy out of it is done."""
+    cache, _ = cached(lambda i: torch.full((1 << 20,), float(i)), device="cuda", max_bytes=PLENTY * 64)
+    made, read = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(made):
+        cache[3]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(read):
+        spin(200)
+        sample = cache[3]
+    del cache
+    with torch.cuda.stream(made):
+        others = [torch.full((1 << 20,), -1.0, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    assert torch.equal(sample, torch.full_like(sample, 3.0))
+    assert len(others) == 4
+
+
+@pytest.mark.gpu
+def test_samples_that_the_dataset_makes_on_the_device_are_kept_there():
+    cache, dataset = cached(lambda i: torch.full((64,), float(i), device="cuda"))
+    batches = PrefetchIterator(DataLoader(cache, 4), "cuda", num_threads=3)
+    assert vals(batches) == vals(batches) == [0, 4, 8]
+    assert sorted(dataset.asked) == list(range(N)) and cache[0].is_cuda
+
+
+# --- wrong use
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("dataset", [Stream(), 5, None, iter([1])], ids=repr)
+def test_a_dataset_that_is_not_map_style(dataset):
+    with pytest.raises(TypeError) as caught:
+        CachedDataset(dataset, 5)
+    assert str(caught.value) == f"dataset must be map-style, with dataset[index], not {type(dataset).__name__}"
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        ({"max_bytes": 0}, ValueError, "max_bytes must be an integer from 1 to 1125899906842624, not 0"),
+        ({"max_bytes": -5}, ValueError, "max_bytes must be an integer from 1 to 1125899906842624, not -5"),
+        ({"max_bytes": 1e9}, TypeError, "max_bytes must be an integer from 1 to 1125899906842624, not 1000000000.0"),
+        ({"max_bytes": "8G"}, TypeError, "max_bytes must be an integer from 1 to 1125899906842624, not '8G'"),
+        ({"max_bytes": None}, TypeError, "max_bytes must be an integer from 1 to 1125899906842624, not None"),
+        ({"device": "gpu"}, ValueError, "device must name a torch device, such as 'cuda:0' or 'cpu', not 'gpu'"),
+        ({"device": 1.5}, TypeError, "device must be a torch.device, a string, an index or None, not 1.5"),
+    ],
+    ids=str,
+)
+def test_wrong_argument(arguments, error, text):
+    with pytest.raises(error) as caught:
+        CachedDataset(Ramp(3), **{"max_bytes": 5, **arguments})
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_it_can_not_be_copied_or_pickled(how):
+    with pytest.raises(TypeError, match="each worker process would fill a cache of its own. Use num_threads"):
+        how(CachedDataset(Ramp(3), 5))
