@@ -39,8 +39,8 @@ class CachedDataset(Dataset[Any]):
     change it in place, and no later epoch would be right. It costs one copy within the memory where samples are kept.
 
     Args:
-        dataset: has ``dataset[index]``, and ``len(dataset)`` if the sampler needs it. Samples must stand
-            ``copy.deepcopy``; tensors in them may not be part of an autograd graph.
+        dataset: has ``dataset[index]``, and ``len(dataset)`` if the sampler needs it. It may not ask this object for
+            samples. They must stand ``copy.deepcopy``; tensors in them may not be part of an autograd graph.
         max_bytes: 1 to 2**50. A sample that no longer fits is not kept but loaded each time, and the first of them
             warns. Tensors count with the bytes of their elements (what an allocator rounds up is not counted), NumPy
             arrays, strings and bytes with theirs, PIL images with 1 or 4 bytes a pixel by their mode, containers and

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 from loaders import script
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from gpuprefetch import PrefetchIterator, set_seed
 
@@ -139,6 +139,19 @@ def test_every_cuda_device_begins_at_the_seed():
         for i in range(torch.cuda.device_count()):
             expected = torch.rand(3, device=f"cuda:{i}", generator=torch.Generator(f"cuda:{i}").manual_seed(seed))
             assert torch.equal(torch.rand(3, device=f"cuda:{i}"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_batches_are_right_where_torch_fills_new_memory(threads):
+    """With the deterministic algorithms it does, with a kernel that must not come after the copy."""
+    set_seed(3)
+    data = torch.rand(12, 1 << 18)
+    loader = DataLoader(TensorDataset(data), 2, collate_fn=lambda rows: torch.stack([row for (row,) in rows]))
+    for batches in (loader, DataLoader(data, 2)):  # copied whole, and gathered
+        for _ in range(3):
+            got = [batch.cpu() for batch in PrefetchIterator(batches, "cuda", num_threads=threads)]
+            assert torch.equal(torch.cat(got), data)
 
 
 INTEGER, BOOL = "an integer from 0 to 4294967295", "True or False"
