@@ -121,7 +121,8 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, Stack)) or moves_itself(value)
 
 
-def children(value: Any, skip_keys: Collection[Any]) -> Iterable[tuple[Any, Any]]:
+def children(value: Any, skip_keys: Collection[Any] = ()) -> Iterable[tuple[Any, Any]]:
+    """(key, index or name of a field; value) of what a container holds. Nothing of what is none."""
     if type(value) in (list, tuple):
         return enumerate(value)
     return _children_of_others(value, skip_keys)
