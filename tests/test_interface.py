@@ -300,7 +300,20 @@ def test_repr_shows_loader_device_and_arguments():
 
 
 def test_public_names():
-    assert gpuprefetch.__all__ == ["DataLoaderX", "PrefetchIterator", "sample_generator", "sample_rng"]
+    assert gpuprefetch.__all__ == [
+        "CachedDataset",
+        "DataLoaderX",
+        "PrefetchIterator",
+        "create_dataloader",
+        "get_recommended_num_workers",
+        "is_windows",
+        "print_dataloader_config",
+        "recommended_num_threads",
+        "sample_generator",
+        "sample_rng",
+        "set_seed",
+        "verify_reproducibility",
+    ]
     assert re.fullmatch(r"\d+\.\d+\.\d+", gpuprefetch.__version__)
 
 
@@ -338,6 +351,7 @@ def test_a_subclass_that_forgets_the_constructor_gets_an_attribute_error():
 def test_the_cpu_is_silent(num_threads):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "with several num_threads")  # said once a process, so here or elsewhere
         p = PrefetchIterator(DataLoader(Ramp(4), batch_size=1), device="cpu", num_threads=num_threads)
         assert vals(p) == [0, 1, 2, 3]
         p.close()
