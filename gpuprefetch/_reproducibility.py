@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch._arguments import LARGEST_SEED, MOST_THREADS, checked_bool, checked_device, checked_int
+from gpuprefetch._dataloader_x import DataLoaderX
 from gpuprefetch._fingerprint import Value, fingerprint, first_difference, first_unequal_element
 from gpuprefetch._iterator import PrefetchIterator
 from gpuprefetch._seeded_runs import SeededRuns, global_generators_kept
@@ -55,7 +56,7 @@ def verify_reproducibility(
     hold, are afterwards as they were. A dataset that keeps state of its own has moved on.
 
     Args:
-        loader: a DataLoader, or a PrefetchIterator of one. None takes a small dataset that is reproducible.
+        loader: a DataLoader, a DataLoaderX, or a PrefetchIterator of one. None takes a small dataset that is reproducible.
         num_threads: numbers of threads to try, 0 to 256; the first one gives what the others are compared with.
         verbose: prints a line for each, and for a difference where it is, of what kind, and what to do.
         seed: 0 to 2**64 - 1.
@@ -99,6 +100,8 @@ def _opened(loader: Any) -> tuple[DataLoader[Any], torch.device | None, Collecti
     """The DataLoader, and where its PrefetchIterator, if it has one, brings what."""
     device: torch.device | None = None
     skip_keys: Collection[Any] = ()
+    if isinstance(loader, DataLoaderX):
+        loader = loader._prefetch
     if isinstance(loader, PrefetchIterator):
         device, skip_keys, loader = loader.device, loader._skip_keys, loader._loader
     if not isinstance(loader, DataLoader):

@@ -109,6 +109,14 @@ def test_a_prefetch_iterator_is_verified_by_its_loader_on_its_device(capsys):
     assert "training step on cpu: two runs are equal" in capsys.readouterr().out
 
 
+def test_a_fastreid_loader_is_verified_with_several_threads_too(capsys):
+    loader = gpuprefetch.DataLoaderX(0, Augmented(), batch_size=4, shuffle=True, seed=1)
+    verdict, lines = verify(None, capsys, loader=loader)
+    assert verdict and lines[2].startswith("num_threads=2: two runs, 6 batches each, are equal")
+    assert len(next(loader)["label"]) == 4  # which is as it was
+    loader.shutdown()
+
+
 def test_nothing_is_printed_when_not_wanted(capsys):
     assert verify(Augmented(), capsys, verbose=False) == (True, [])
     assert verify(DrawsGlobally(random.random), capsys, verbose=False) == (False, [])
