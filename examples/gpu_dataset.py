@@ -92,6 +92,8 @@ def main() -> None:
     options = parser.parse_args()
     steps, epochs = (2, 2) if options.quick else (options.steps, options.epochs)
     device = torch.device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # else the threads of one operation wait for each other where loading has their core
 
     torch.manual_seed(0)
     dataset = SharpFaces(steps * options.batch_size, super_resolution(), device)

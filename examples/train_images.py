@@ -122,6 +122,8 @@ def main() -> None:
     options = parser.parse_args()
     epochs = 2 if options.quick else options.epochs
     device = torch.device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # else the threads of one operation wait for each other where loading has their core
 
     with images_in(options.folder, 64 if options.quick else 320) as images:
         loader = DataLoader(images, batch_size=options.batch_size, shuffle=True)

@@ -65,10 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "findings": [dataclasses.asdict(finding) for finding in findings],
     }
     as_json = json.dumps(everything, indent=2)
+    write(f"{report(facts, findings, well, colour=False)}\n\n{as_json}\n")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print(as_json if options.json else report(facts, findings, well, _takes_colour(sys.stdout)))
-    write(f"{report(facts, findings, well, colour=False)}\n\n{as_json}\n")
+    try:
+        print(as_json if options.json else report(facts, findings, well, _takes_colour(sys.stdout)), flush=True)
+    except OSError as error:  # a full disk, or nobody who reads: the status still tells
+        sys.stdout = None  # which the interpreter would flush at its end
+        print(f"{parser.prog}: can't write to standard output: {error}", file=sys.stderr)
     return 0 if well else 1
 
 

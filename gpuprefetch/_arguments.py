@@ -101,8 +101,8 @@ def checked_seed(seed: int | None, num_threads: int, loader: Iterable[Any]) -> i
 @functools.cache
 def _warn_of_sharing() -> None:
     warnings.warn(
-        "with several num_threads the dataset is used by several threads at once: it must stand that (a file, database "
-        "or model that it holds too). Each object that does not needs a lock, or one for each thread",
+        "with several num_threads the dataset is used by several threads at once, and so are files, databases and "
+        "models that it holds. What may not be needs a lock, or one for each thread: see docs/slow-datasets.md",
         RuntimeWarning,
         stacklevel=callers_level(),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch._arguments import MOST_THREADS, checked_int
+from gpuprefetch._arguments import LARGEST_SEED, MOST_THREADS, checked_int
 from gpuprefetch._iterator import PrefetchIterator
 from gpuprefetch._recommended import recommended_num_threads
 
@@ -45,14 +45,17 @@ def create_dataloader(
 ) -> PrefetchIterator:
     """A ``PrefetchIterator`` around a plain ``DataLoader(dataset, ...)``, whose workers are threads of this process::
 
-        for images, labels in create_dataloader(dataset, batch_size=64, shuffle=True, num_workers=4, seed=7):
+        batches = create_dataloader(dataset, batch_size=64, shuffle=True, num_workers=4, seed=7)
+        for images, labels in batches:
             ...
 
-    On every platform alike. The first call in a process with ``num_workers`` above 0 says so in a warning.
+    Make it once, outside the epoch loop: a new one begins with epoch 0 again. On every platform alike. The first call in
+    a process with ``num_workers`` above 0 says so in a warning.
 
     Args:
         dataset, batch_size, shuffle: as for a DataLoader.
-        num_workers: threads that load, 0 to 256: ``num_threads`` of the PrefetchIterator. No process is started.
+        num_workers: threads that load, 0 to 256: ``num_threads`` of the PrefetchIterator. No process is started. 0
+            loads on the calling thread, inside ``next()``, so that only staging and copying overlap: ask for 1 or more.
         seed: fixes order and ``sample_generator()`` for any ``num_workers``; see ``PrefetchIterator``.
         device: where batches go. None takes the current accelerator, or the CPU where there is none.
         force_zero_workers_on_windows: accepted, and without effect. It is for loaders that give up their worker
@@ -92,8 +95,12 @@ def create_dataloader(
 def print_dataloader_config(
     num_workers: int, batch_size: int | None, seed: int | None = None, shuffle: bool | None = False
 ) -> None:
-    """Prints what ``create_dataloader`` makes of these arguments, and the platform."""
+    """Prints what ``create_dataloader`` makes of these arguments, and the platform::
+
+    print_dataloader_config(num_workers=2, batch_size=64, seed=7, shuffle=True)
+    """
     num_threads = checked_int("num_workers", num_workers, 0, MOST_THREADS)
+    seed = None if seed is None else checked_int("seed", seed, 0, LARGEST_SEED)
     threads = f"{num_threads}, no processes" if num_threads else "0, samples are loaded on the calling one"
     print(f"platform:   {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}")
     print(f"threads:    {threads}; recommended: {recommended_num_threads()}")
@@ -102,7 +109,9 @@ def print_dataloader_config(
     print(f"shuffle:    {bool(shuffle)}")
 
 
-get_recommended_num_workers = recommended_num_threads  # the same advice by the older name
+def get_recommended_num_workers() -> int:
+    """``recommended_num_threads()``, by the name that loader factories with worker processes use."""
+    return recommended_num_threads()
 
 
 def is_windows() -> bool:

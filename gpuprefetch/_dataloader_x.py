@@ -212,6 +212,10 @@ def _none() -> None:
 
 
 def _device(local_rank: int) -> int | None:
+    if isinstance(local_rank, Dataset):
+        raise TypeError(
+            f"local_rank comes first, and the dataset second: DataLoaderX(0, dataset, ...), not {local_rank!r}"
+        )
     local_rank = checked_int("local_rank", local_rank, 0, _LARGEST_RANK)
     if not torch.accelerator.is_available():
         return None

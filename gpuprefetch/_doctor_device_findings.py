@@ -116,7 +116,8 @@ def _launch_blocking(facts: Facts) -> Finding | None:
         "slow",
         "launch-blocking",
         "CUDA_LAUNCH_BLOCKING is set",
-        "Each launch then waits until the device is done, so nothing overlaps. It is for finding a faulty kernel.",
+        "Each launch then waits until the device is done, so no copy overlaps a step. It is for finding a faulty "
+        "kernel.",
         "Unset it: in PowerShell `Remove-Item Env:CUDA_LAUNCH_BLOCKING`, in a shell `unset CUDA_LAUNCH_BLOCKING`.",
     )
 

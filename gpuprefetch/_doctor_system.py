@@ -43,6 +43,8 @@ def output_of(command: list[str]) -> str | None:
         output, _ = process.communicate(timeout=_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # and no wait for it: a process that hangs inside the driver does not even end by that
+        if process.stdout is not None:
+            process.stdout.close()
         return None
     return output if process.returncode == 0 else None
 

@@ -65,7 +65,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("num_threads", f"{facts.recommended_threads or _UNKNOWN} recommended, to begin with"),
         (
             "num_workers",
-            f"requested {' '.join(threads)} -> threads {' '.join(map(str, threads.values()))}, on every platform",
+            f"threads of create_dataloader: {' '.join(threads)} -> {' '.join(map(str, threads.values()))}, no process",
         ),
         ("loading ahead", _loading(facts)),
         ("copying", _copying(facts)),

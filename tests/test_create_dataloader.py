@@ -211,7 +211,7 @@ def test_a_machine_that_does_not_know_its_cpus(monkeypatch):
 
 
 def test_the_older_name():
-    assert gpuprefetch.get_recommended_num_workers is gpuprefetch.recommended_num_threads
+    assert gpuprefetch.get_recommended_num_workers() == gpuprefetch.recommended_num_threads()
 
 
 def test_is_windows(monkeypatch):

@@ -606,7 +606,7 @@ WORKERS = "num_workers must be an integer from 0 to 256, not "
         ({"local_rank": None}, TypeError, RANKS + "None"),
         ({"local_rank": 0.0}, TypeError, RANKS + "0.0"),
         ({"local_rank": "cuda:0"}, TypeError, RANKS + "'cuda:0'"),
-        ({"local_rank": Ramp(3)}, TypeError, RANKS),
+        ({"local_rank": Ramp(3)}, TypeError, "local_rank comes first, and the dataset second: DataLoaderX(0, dataset"),
         ({"num_workers": -1}, ValueError, WORKERS + "-1"),
         ({"num_workers": 257}, ValueError, WORKERS + "257"),
         ({"num_workers": 1.0}, TypeError, WORKERS + "1.0"),

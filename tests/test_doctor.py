@@ -16,6 +16,7 @@ import torch
 from loaders import script
 from test_doctor_findings import FOUND
 
+from gpuprefetch.__main__ import main
 from gpuprefetch._doctor_facts import Facts, Finding
 from gpuprefetch._environment import driver_library
 
@@ -74,7 +75,7 @@ def test_on_the_cpu_it_works():
     assert "\033" not in out
     assert f"torch          {torch.__version__}, built for the CPU" in lines
     assert "device         cpu" in lines
-    assert "num_workers    requested 0 1 2 4 8 -> threads 0 1 2 4 8, on every platform" in lines
+    assert "num_workers    threads of create_dataloader: 0 1 2 4 8 -> 0 1 2 4 8, no process" in lines
     assert "loading ahead  good: during a step the next batch is loaded" in lines
     assert lines[-1] == "Prefetching works here, on the CPU: loading overlaps, nothing is copied."
 
@@ -192,30 +193,49 @@ def test_the_report(tmp_path):
     assert json.loads(out)["works"] == (status == 0)
 
 
+def refused(capsys, *arguments):
+    """Its status, stdout and stderr, where it examines nothing."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return (ended.value.code, *capsys.readouterr())
+
+
 @pytest.mark.parametrize("name", ["missing/report.txt", "", "."])
-def test_a_report_that_can_not_be_written(tmp_path, name):
-    status, out, err = doctor("--report", name, cwd=tmp_path)
+def test_a_report_that_can_not_be_written(tmp_path, name, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = refused(capsys, "--report", name)
     assert (status, out) == (2, "")
     assert err.startswith(f"python -m gpuprefetch: can't write --report {name!r}: ")
     assert err.count("\n") == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk():
+def test_a_full_disk(tmp_path):
     status, _, err = doctor("--report", "/dev/full")
     assert status == 2
     assert err == "python -m gpuprefetch: can't write --report '/dev/full': [Errno 28] No space left on device\n"
 
 
+@on_the_cpu
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_output_that_nobody_takes_leaves_status_and_report(tmp_path):
+    command = [sys.executable, "-m", "gpuprefetch", "--report", "report.txt"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0
+    assert done.stderr == "python -m gpuprefetch: can't write to standard output: [Errno 28] No space left on device\n"
+    assert "Prefetching works here" in (tmp_path / "report.txt").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("arguments", [["--jsn"], ["--report"], ["more"]])
-def test_wrong_use(arguments):
-    status, out, err = doctor(*arguments)
+def test_wrong_use(arguments, capsys):
+    status, out, err = refused(capsys, *arguments)
     assert (status, out) == (2, "")
     assert "usage: python -m gpuprefetch" in err and arguments[0] in err
 
 
-def test_help_names_the_exit_status():
-    status, out, _ = doctor("--help")
+def test_help_names_the_exit_status(capsys):
+    status, out, _ = refused(capsys, "--help")
     assert status == 0
     assert "0 if prefetching works here, 1 if not, 2 for wrong use" in " ".join(out.split())
 

@@ -241,7 +241,7 @@ def test_all_is_well_on_one_screen(change):
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith("Prefetching works here")
-    assert "requested 0 1 2 4 8 -> threads 0 1 2 4 8, on every platform" in lines[15]
+    assert "threads of create_dataloader: 0 1 2 4 8 -> 0 1 2 4 8, no process" in lines[15]
 
 
 def test_colour():

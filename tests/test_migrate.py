@@ -59,8 +59,10 @@ SHAPE = {
                 pin_memory=True,
             )
         """,
+    "tools/beside.py": "",  # which a script that is run by itself finds
     "tools/train_net.py": """
         import argparse, sys
+        import beside
         sys.path.append(".")
         from fastreid.data import build_reid_train_loader
 
