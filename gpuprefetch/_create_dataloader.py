@@ -49,8 +49,8 @@ def create_dataloader(
         for images, labels in batches:
             ...
 
-    Make it once, outside the epoch loop: a new one begins with epoch 0 again. On every platform alike. The first call in
-    a process with ``num_workers`` above 0 says so in a warning.
+    Make it once, outside the epoch loop: a new one begins with epoch 0 again. It is alike on every platform. The first
+    call in a process with ``num_workers`` above 0 says so in a warning.
 
     Args:
         dataset, batch_size, shuffle: as for a DataLoader.
