@@ -59,28 +59,26 @@ class CachedDataset(Dataset[Any]):
         self.dataset = dataset
         self._max_bytes = checked_int("max_bytes", max_bytes, 1, _MOST_BYTES)
         self._device = None if device is None else checked_device(device)
-        self._kept: dict[Hashable, Any] = {}  # grows by single operations
-        self._lock = threading.RLock()  # of what follows; not held while the dataset runs
-        self._bytes = 0
-        self._warned = False
+        self._kept = _Kept()  # grows by single operations
+        self._lock = threading.RLock()  # of its counts and of what follows; not held while the dataset runs
         self._turns: dict[Hashable, _Turn] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        key = _key(index)
-        if key not in self._kept:
+        key, kept = _key(index), self._kept
+        if key not in kept:
             with self._turn(key):
-                if key not in self._kept:
+                if key not in kept:
                     sample = self.dataset[index]
-                    if not self._keep(key, sample):
+                    if not self._keep(kept, key, sample):
                         return sample if self._device is None else _copied(sample, self._device)
-        return _copied(self._kept[key])
+        return _copied(kept[key])
 
     def __repr__(self) -> str:
         where = "" if self._device is None else f" on {self._device}"
-        kept = f"{len(self._kept)} samples kept{where}, {self._bytes} of {self._max_bytes} bytes"
+        kept = f"{len(self._kept)} samples kept{where}, {self._kept.bytes} of {self._max_bytes} bytes"
         return f"CachedDataset({self.dataset!r}, {kept})"
 
     def __reduce_ex__(self, _: object) -> NoReturn:
@@ -104,40 +102,51 @@ class CachedDataset(Dataset[Any]):
                 if turn.askers == 0:
                     del self._turns[key]
 
-    def _keep(self, key: Hashable, sample: Any) -> bool:
+    def _keep(self, kept: _Kept, key: Hashable, sample: Any) -> bool:
         """Keeps a copy of the sample, if it fits."""
         size = _bytes_in(sample, {})
         with self._lock:
-            fits = self._bytes + size <= self._max_bytes
-            warns = not fits and not self._warned
+            fits = kept.bytes + size <= self._max_bytes
+            warns = not fits and not kept.warned
             if fits:
-                self._bytes += size
-            self._warned |= warns
+                kept.bytes += size
+            kept.warned |= warns
         if warns:
-            self._warn(key, size)
+            self._warn(kept, key, size)
         if not fits:
             return False
         try:
-            kept = _copied(sample, self._device)
-            _wait_for_copies(kept)
+            made = _copied(sample, self._device)
+            _wait_for_copies(made)
         except BaseException:
             with self._lock:
-                self._bytes -= size
+                kept.bytes -= size
             raise
-        self._kept[key] = kept
+        kept[key] = made
         return True
 
-    def _warn(self, key: Hashable, size: int) -> None:
+    def _warn(self, kept: _Kept, key: Hashable, size: int) -> None:
         total = ""
         with contextlib.suppress(TypeError):  # a dataset without a length
             total = f" of {len(self)}"
         warnings.warn(
             f"the sample at index {key!r} takes {size} bytes and does not fit into max_bytes={self._max_bytes} of a "
-            f"CachedDataset: {len(self._kept)}{total} samples are kept so far, {self._bytes} bytes; what does not fit "
+            f"CachedDataset: {len(kept)}{total} samples are kept so far, {kept.bytes} bytes; what does not fit "
             "is loaded each time",
             RuntimeWarning,
             stacklevel=4,  # whoever asks for the sample
         )
+
+
+class _Kept(dict[Hashable, Any]):
+    """Samples, and what they come to."""
+
+    __slots__ = ("bytes", "warned")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.warned = False  # that one does not fit
 
 
 class _Turn:

@@ -1,5 +1,6 @@
 """``CachedDataset``: each sample is loaded once, and what is kept is never changed."""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -11,10 +12,11 @@ import numpy
 import pytest
 import torch
 from loaders import THREADS, Gate, Ramp, eventually, vals, within
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset
 
 import gpuprefetch
 from gpuprefetch import CachedDataset, PrefetchIterator
+from gpuprefetch._emptied_caches import emptied_caches
 
 pytestmark = pytest.mark.windows
 
@@ -172,7 +174,7 @@ def test_many_threads_and_little_room():
             for thread in asking:
                 thread.join(10)
             assert [result.tolist() for result in results] == [[float(i)] * 4 for i in range(N)] * 2
-    assert len(cache._kept) == 5 and cache._bytes == 80
+    assert len(cache._kept) == 5 and cache._kept.bytes == 80
     assert len(dataset.asked) == 5 + 5 * 2 * (N - 5)
 
 
@@ -238,7 +240,7 @@ def test_a_view_keeps_only_its_own_part():
         assert sample["wide"].tolist() == [3] * 7
     kept = cache._kept[3]
     assert [tensor.untyped_storage().nbytes() for tensor in kept.values()] == [1600, 40, 56]
-    assert cache._bytes >= 1600 + 40 + 56
+    assert cache._kept.bytes >= 1600 + 40 + 56
 
 
 def test_a_tensor_that_stands_twice_in_a_sample_is_one():
@@ -285,14 +287,14 @@ def test_a_tensor_of_a_graph_is_refused():
     cache, _ = cached(lambda i: ramp(i) * weight)
     with pytest.raises(RuntimeError, match=r"can't keep a tensor that is part of an autograd graph: detach\(\) it"):
         cache[1]
-    assert cache._bytes == 0 and cache._kept == {} and cache._turns == {}
+    assert cache._kept.bytes == 0 and cache._kept == {} and cache._turns == {}
 
 
 def test_a_sample_that_can_not_be_copied_takes_no_room():
     cache, _ = cached(lambda i: threading.Lock())
     with pytest.raises(TypeError, match="lock"):
         cache[1]
-    assert cache._bytes == 0 and cache._kept == {}
+    assert cache._kept.bytes == 0 and cache._kept == {}
 
 
 def test_dropping_the_cache_frees_what_it_kept():
@@ -375,7 +377,7 @@ SHARED = torch.zeros(8)
 def test_how_much_a_sample_takes(sample, low, high):
     cache, _ = cached(lambda i: sample)
     cache[0]
-    assert low <= cache._bytes <= high
+    assert low <= cache._kept.bytes <= high
 
 
 @pytest.mark.parametrize("mode, size", [("L", 12), ("RGB", 48), ("RGBA", 48)])
@@ -384,7 +386,7 @@ def test_how_much_an_image_takes(mode, size):
     cache, _ = cached(lambda i: image.new(mode, (4, 3), 7))
     cache[0].putpixel((0, 0), 1)
     assert cache[0].getpixel((0, 0)) == image.new(mode, (1, 1), 7).getpixel((0, 0))
-    assert cache._bytes == size
+    assert cache._kept.bytes == size
 
 
 def test_a_sample_that_holds_itself():
@@ -395,7 +397,61 @@ def test_a_sample_that_holds_itself():
 
     cache, _ = cached(loop)
     assert cache[0][1]["self"][0].tolist() == cache[0][0].tolist()
-    assert 16 <= cache._bytes < 500
+    assert 16 <= cache._kept.bytes < 500
+
+
+# --- emptied for a while
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda cache: cache,
+        lambda cache: Subset(cache, range(N)),
+        lambda cache: ConcatDataset([Ramp(1), Subset(cache, [0])]),
+        lambda cache: StackDataset(cache, cache),
+        lambda cache: StackDataset(a=Ramp(N), b=cache),
+        lambda cache: CachedDataset(cache, PLENTY),
+        lambda cache: Counted(ramp, cache),
+        lambda cache: Holder(Subset(cache, [0])),
+    ],
+    ids=["itself", "subset", "concat", "stack", "stack of a dict", "cache", "attribute", "no dataset"],
+)
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_caches_are_empty_for_a_while_and_then_as_before(wrap, error):
+    cache, dataset = cached(ramp, max_bytes=5 * 16)
+    [cache[i] for i in range(3)]
+    before = cache._kept
+    whole = wrap(cache)
+    if isinstance(whole, Holder):
+        whole.dataset = whole.value
+    with contextlib.suppress(KeyError), emptied_caches(whole):
+        assert len(cache._kept) == cache._kept.bytes == 0
+        with pytest.warns(RuntimeWarning, match="does not fit"):
+            [cache[i] for i in range(N)]
+        assert len(cache._kept) == 5
+        if error is not None:
+            raise error
+    assert dataset.asked == [0, 1, 2, *range(N)]
+    assert cache._kept is before and list(before) == [0, 1, 2] and before.bytes == 48 and not before.warned
+
+
+def test_a_load_that_is_under_way_while_caches_are_emptied_is_counted_where_it_began():
+    with Gate(at=3) as gate:
+        cache, dataset = cached(lambda i: gate(i) or ramp(i))
+        asking, results = asked_at_once(cache, [3])
+        assert gate.reached.wait(10)
+        with emptied_caches(cache):
+            gate.opened.set()
+            asking[0].join(10)
+            assert len(cache._kept) == cache._kept.bytes == 0
+    assert results[0].tolist() == [3.0] * 4 and list(cache._kept) == [3] and cache._kept.bytes == 16
+
+
+def test_there_need_be_no_cache():
+    for dataset in (Ramp(3), None, [1], ConcatDataset([Ramp(3)])):
+        with emptied_caches(dataset):
+            pass
 
 
 # --- devices
