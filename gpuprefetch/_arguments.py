@@ -24,9 +24,13 @@ LARGEST_SEED = (1 << 64) - 1
 def callers_level() -> int:
     """The ``stacklevel`` at which a warning of the function that asks points at whoever called this package."""
     level, frame = 1, sys._getframe(1)
-    while str(frame.f_globals.get("__name__")).startswith("gpuprefetch.") and frame.f_back is not None:
+    while frame.f_back is not None and _is_between(str(frame.f_globals.get("__name__"))):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _is_between(module: str) -> bool:
+    return module.startswith("gpuprefetch.") or module == "contextlib"
 
 
 def checked_loader(loader: Iterable[Any]) -> Iterable[Any]:

@@ -175,6 +175,39 @@ def test_a_cpu_build_of_torch_beside_a_driver(there, monkeypatch):
         assert "\n" not in text
 
 
+# --- where warnings point
+
+
+def within_module(name, function):
+    """Calls it from a function of a module of that name."""
+    names = {"__name__": name, "function": function}
+    exec("def call(): return function()", names)
+    return names["call"]
+
+
+@pytest.mark.parametrize(
+    "between, passed",
+    [
+        (["gpuprefetch._a"], True),
+        (["contextlib"], True),
+        (["gpuprefetch._a", "contextlib", "gpuprefetch._b"], True),
+        (["contextlibs"], False),
+        (["gpuprefetcher._a"], False),
+        (["contextlib", "another", "gpuprefetch._a"], False),
+    ],
+    ids=str,
+)
+def test_where_a_warning_points(between, passed):
+    call = within_module("gpuprefetch._asks", _arguments.callers_level)
+    for name in reversed(between):
+        call = within_module(name, call)
+    expected = 2 + len(between) if passed else 2 + next(i for i, n in enumerate(reversed(between)) if n not in PASSED)
+    assert call() == expected
+
+
+PASSED = ("contextlib", "gpuprefetch._a", "gpuprefetch._b")
+
+
 # --- the compiled module
 
 
