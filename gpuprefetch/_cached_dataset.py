@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import numbers
 import operator
-import sys
+import os
 import threading
-import types
 import warnings
 from collections.abc import Hashable, Iterator
 from typing import Any, NoReturn
@@ -16,10 +15,15 @@ import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from gpuprefetch import _batch
-from gpuprefetch._arguments import checked_device, checked_int
+from gpuprefetch._arguments import callers_level, checked_device, checked_int
+from gpuprefetch._sample_copies import bytes_in, copied, wait_for_copies
+from gpuprefetch._seeds import fetch_for_all_epochs
 
 _MOST_BYTES = 1 << 50
+_ONE_PROCESS = (
+    "a CachedDataset can't be copied, pickled or used in a forked process: each worker process would fill a cache of "
+    "its own. Use num_threads of PrefetchIterator, and num_workers=0 in the loader"
+)
 
 
 class CachedDataset(Dataset[Any]):
@@ -29,7 +33,10 @@ class CachedDataset(Dataset[Any]):
         batches = PrefetchIterator(DataLoader(dataset, batch_size=64, shuffle=True), num_threads=4)
 
     Random augmentation inside the wrapped dataset is frozen: what the first load gave comes again in each epoch. Put it
-    on top, into a dataset that wraps this one. Nor may what the wrapped dataset gives depend on the epoch.
+    on top, into a dataset that wraps this one. Nor may what the wrapped dataset gives depend on the epoch: with the
+    ``seed`` of a PrefetchIterator, ``sample_generator()`` and ``sample_rng()`` give it numbers of the seed and of the
+    index that this object was asked for, the same in each epoch, so a sample is the same whenever it is loaded, kept
+    or not. The global generators, which ``num_threads=0`` seeds, remain those of the epoch of the first load.
 
     May be used by several threads. One index is loaded by one thread at a time, and by none once it is kept. An error
     is not kept: it is raised where the sample was asked for, and whoever asks next, or waits for it, loads it again.
@@ -44,13 +51,16 @@ class CachedDataset(Dataset[Any]):
         max_bytes: 1 to 2**50. A sample that no longer fits is not kept but loaded each time, and the first of them
             warns. Tensors count with the bytes of their elements (what an allocator rounds up is not counted), NumPy
             arrays, strings and bytes with theirs, PIL images with 1 or 4 bytes a pixel by their mode, containers and
-            other objects with what ``sys.getsizeof`` says and what they hold.
+            other objects with what ``sys.getsizeof`` says and all that they hold, classes and functions excepted.
         device: keeps tensors of a sample, in any nesting that ``PrefetchIterator`` knows, on this device, and gives
             those of all samples there, of kept and other ones. None leaves them where the dataset put them.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above.
         RuntimeError: the device can't be used.
+
+    ``dataset[index]`` raises TypeError for an index that is neither an integer nor hashable, and in a process that was
+    forked after the cache was made; RuntimeError for a tensor of an autograd graph.
     """
 
     def __init__(self, dataset: Any, max_bytes: int, device: torch.device | str | int | None = None) -> None:
@@ -62,19 +72,22 @@ class CachedDataset(Dataset[Any]):
         self._kept = _Kept()  # grows by single operations
         self._lock = threading.RLock()  # of its counts and of what follows; not held while the dataset runs
         self._turns: dict[Hashable, _Turn] = {}
+        self._process = os.getpid()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
+        if os.getpid() != self._process:  # a turn may be held by a thread that a fork has left behind
+            raise TypeError(_ONE_PROCESS)
         key, kept = _key(index), self._kept
         if key not in kept:
             with self._turn(key):
                 if key not in kept:
-                    sample = self.dataset[index]
-                    if not self._keep(kept, key, sample):
-                        return sample if self._device is None else _copied(sample, self._device)
-        return _copied(kept[key])
+                    sample = fetch_for_all_epochs(index, operator.getitem, self.dataset, index)
+                    if not self._keep(kept, key, index, sample):
+                        return sample if self._device is None else copied(sample, self._device)
+        return copied(kept[key])
 
     def __repr__(self) -> str:
         where = "" if self._device is None else f" on {self._device}"
@@ -82,10 +95,7 @@ class CachedDataset(Dataset[Any]):
         return f"CachedDataset({self.dataset!r}, {kept})"
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise TypeError(
-            "a CachedDataset can't be copied or pickled: each worker process would fill a cache of its own. Use "
-            "num_threads of PrefetchIterator, and num_workers=0 in the loader"
-        )
+        raise TypeError(_ONE_PROCESS)
 
     @contextlib.contextmanager
     def _turn(self, key: Hashable) -> Iterator[None]:
@@ -102,9 +112,9 @@ class CachedDataset(Dataset[Any]):
                 if turn.askers == 0:
                     del self._turns[key]
 
-    def _keep(self, kept: _Kept, key: Hashable, sample: Any) -> bool:
+    def _keep(self, kept: _Kept, key: Hashable, index: Any, sample: Any) -> bool:
         """Keeps a copy of the sample, if it fits."""
-        size = _bytes_in(sample, {})
+        size = bytes_in(sample)
         with self._lock:
             fits = kept.bytes + size <= self._max_bytes
             warns = not fits and not kept.warned
@@ -112,12 +122,12 @@ class CachedDataset(Dataset[Any]):
                 kept.bytes += size
             kept.warned |= warns
         if warns:
-            self._warn(kept, key, size)
+            self._warn(kept, index, size)
         if not fits:
             return False
         try:
-            made = _copied(sample, self._device)
-            _wait_for_copies(made)
+            made = copied(sample, self._device)
+            wait_for_copies(made)
         except BaseException:
             with self._lock:
                 kept.bytes -= size
@@ -125,16 +135,16 @@ class CachedDataset(Dataset[Any]):
         kept[key] = made
         return True
 
-    def _warn(self, kept: _Kept, key: Hashable, size: int) -> None:
+    def _warn(self, kept: _Kept, index: Any, size: int) -> None:
         total = ""
         with contextlib.suppress(TypeError):  # a dataset without a length
             total = f" of {len(self)}"
         warnings.warn(
-            f"the sample at index {key!r} takes {size} bytes and does not fit into max_bytes={self._max_bytes} of a "
+            f"the sample at index {index!r} takes {size} bytes and does not fit into max_bytes={self._max_bytes} of a "
             f"CachedDataset: {len(kept)}{total} samples are kept so far, {kept.bytes} bytes; what does not fit "
             "is loaded each time",
             RuntimeWarning,
-            stacklevel=4,  # whoever asks for the sample
+            stacklevel=callers_level(),
         )
 
 
@@ -160,74 +170,29 @@ class _Turn:
 
 
 def _key(index: Any) -> Hashable:
-    is_several = getattr(index, "ndim", 0) > 0  # one index in an array is an integer too, but another sample
-    if not is_several:
+    """Equal for equal indices of one kind: 1, 1.0 and True are three, and so they are within a tuple."""
+    try:
+        return _hashable(index)
+    except TypeError:
+        allowed = "an integer or a hashable key"
+        raise TypeError(f"the index of a CachedDataset must be {allowed}, not {index!r}") from None
+
+
+def _hashable(index: Any) -> Hashable:
+    if isinstance(index, (bool, numpy.bool_)) or getattr(index, "dtype", None) == torch.bool:
+        return bool, bool(index)
+    if getattr(index, "ndim", 0) == 0:  # one index in an array is an integer too, but another sample
         with contextlib.suppress(TypeError):
             return operator.index(index)
-        with contextlib.suppress(TypeError):
-            key = type(index), index  # 1.0 is not 1
-            hash(key)
-            if not isinstance(index, torch.Tensor):  # whose hash is its address
-                return key
-    raise TypeError(f"the index of a CachedDataset must be an integer or a hashable key, not {index!r}")
-
-
-def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy that shares nothing that can be changed, with its tensors on the device.
-
-    Views become tensors of their own: the cache would keep all of the storage that they are a part of.
-    """
-    leaves = _batch.leaves(value)  # alive until the end, since the memo knows them by their ids
-    memo: dict[int, Any] = {}
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            memo[id(leaf)] = _copied_tensor(leaf, device)
-        elif device is not None:
-            memo[id(leaf)] = _batch.move(copy.deepcopy(leaf), device)
-    return copy.deepcopy(value, memo)
-
-
-def _copied_tensor(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    if tensor.grad_fn is not None:
-        raise RuntimeError("a CachedDataset can't keep a tensor that is part of an autograd graph: detach() it first")
-    plain = tensor.detach()
-    made = plain.clone() if device is None or device == plain.device else plain.to(device, copy=True)
-    if plain.is_cuda:
-        for part in _batch.tensors_in(plain):
-            # The cache may be dropped before this copy is done, and its memory belongs to another epoch's stream.
-            part.record_stream(torch.cuda.current_stream(part.device))
-    return made.requires_grad_() if tensor.requires_grad else made
-
-
-def _wait_for_copies(sample: Any) -> None:
-    """Until what is kept on CUDA devices is there.
-
-    It is made on the stream of this epoch and read on those of later ones, and of other loaders, which then need not
-    wait for an event of each sample. The host waits once for each sample, on its first load; with num_threads=0 for
-    what the loop has queued, too.
-    """
-    parts = [part for leaf in _batch.leaves(sample) for part in _batch.tensors_in(leaf) if part.is_cuda]
-    for device in {part.device for part in parts}:
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _bytes_in(value: Any, seen: dict[int, Any]) -> int:
-    """Of memory that a copy of the value takes, each object once; ``seen`` keeps them, so that no id comes twice."""
-    if id(value) in seen or isinstance(value, _SHARED_BY_COPIES):
-        return 0
-    seen[id(value)] = value
-    if isinstance(value, torch.Tensor):
-        return sum(part.nbytes for part in _batch.tensors_in(value)) or value.numel() * value.element_size()
-    if isinstance(value, numpy.ndarray):
-        held = value.ravel().tolist() if value.dtype.hasobject else ()
-        return value.nbytes + sum(_bytes_in(each, seen) for each in held)
-    if type(value).__module__.startswith("PIL.") and hasattr(value, "mode"):
-        width, height = value.size
-        return int(width * height * (1 if value.mode in ("1", "L", "P") else 4))  # as Pillow stores them
-    held = [child for _, child in _batch.children(value)]
-    held += value if isinstance(value, (set, frozenset)) else ()
-    held += getattr(value, "__dict__", {}).values()
-    return sys.getsizeof(value, 0) + sum(_bytes_in(each, seen) for each in held)
-
-
-_SHARED_BY_COPIES = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+    if isinstance(index, torch.Tensor):  # whose hash is its address
+        raise TypeError
+    if isinstance(index, numbers.Number):
+        return type(index), repr(index)  # 0.0 is not -0.0
+    if isinstance(index, tuple):
+        return type(index), tuple(map(_hashable, index))
+    if isinstance(index, frozenset):
+        return type(index), frozenset(map(_hashable, index))
+    if isinstance(index, slice):
+        return slice, *map(_hashable, (index.start, index.stop, index.step))
+    hash(index)
+    return type(index), index

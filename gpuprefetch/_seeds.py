@@ -21,9 +21,12 @@ T = TypeVar("T")
 class Seeds:
     """What is seeded in one epoch of a ``PrefetchIterator``."""
 
-    def __init__(self, seed: int, epoch: int) -> None:
+    def __init__(self, seed: int, epoch: int | None) -> None:
         self._seed = seed
         self._epoch = epoch
+
+    def of_all_epochs(self) -> Seeds:
+        return Seeds(self._seed, None)
 
     def number(self, purpose: str, place: object) -> int:
         """128 bits."""
@@ -81,12 +84,20 @@ class _Sampling:
 _current: contextvars.ContextVar[_Sampling | None] = contextvars.ContextVar("gpuprefetch sample", default=None)
 
 
-def _fetch(seeds: Seeds, index: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+def _fetch(seeds: Seeds, index: Any, function: Callable[..., T], *arguments: Any) -> T:
     token = _current.set(_Sampling(seeds, index))
     try:
         return function(*arguments)
     finally:
         _current.reset(token)
+
+
+def fetch_for_all_epochs(index: Any, function: Callable[..., T], *arguments: Any) -> T:
+    """Calls it for what is kept over epochs: the sample's generators give the same numbers in each of them."""
+    sampling = _current.get()
+    if sampling is None:
+        return function(*arguments)
+    return _fetch(sampling.seeds.of_all_epochs(), index, function, *arguments)
 
 
 def sample_generator(index: Any = None) -> torch.Generator:

@@ -3,10 +3,15 @@
 import contextlib
 import copy
 import dataclasses
+import functools
+import os
 import pickle
+import sys
 import threading
 import warnings
 import weakref
+from collections import deque, namedtuple
+from fractions import Fraction
 
 import numpy
 import pytest
@@ -17,6 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 import gpuprefetch
 from gpuprefetch import CachedDataset, PrefetchIterator
 from gpuprefetch._emptied_caches import emptied_caches
+from gpuprefetch._seeds import SeededDataset, Seeds
 
 pytestmark = pytest.mark.windows
 
@@ -47,6 +53,9 @@ def cached(make, max_bytes=PLENTY, **arguments):
     return CachedDataset(dataset, max_bytes, **arguments), dataset
 
 
+Pair = namedtuple("Pair", "a b")
+
+
 # --- once
 
 
@@ -71,14 +80,59 @@ def test_in_a_loader(threads):
     assert sorted(dataset.asked) == list(range(N))
 
 
+class Drawing(Dataset):
+    """Of both generators of a sample."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        drawn = torch.rand(1, generator=gpuprefetch.sample_generator())
+        return torch.cat([drawn, torch.tensor([gpuprefetch.sample_rng().random()])])
+
+
+def drawn(dataset, epochs=(0,), threads=0, seed=3):
+    """What each of these epochs gives, in the order of the indices."""
+    batches = PrefetchIterator(DataLoader(dataset, 5), "cpu", num_threads=threads, seed=seed)
+    given = []
+    for epoch in epochs:
+        batches.set_epoch(epoch)
+        given.append(torch.cat(list(batches)))
+    return given
+
+
 @pytest.mark.parametrize("threads", THREADS)
-def test_what_the_first_load_drew_comes_again(threads):
-    cache, _ = cached(lambda i: torch.rand(2, generator=gpuprefetch.sample_generator()))
-    batches = PrefetchIterator(DataLoader(cache, 5), "cpu", num_threads=threads, seed=3)
-    expected = torch.cat(list(PrefetchIterator(DataLoader(cache.dataset, 5), "cpu", seed=3)))
+@pytest.mark.parametrize("room", [PLENTY, 5 * 8], ids=["all fit", "some fit"])
+@pytest.mark.filterwarnings("ignore:the sample at index:RuntimeWarning")
+def test_a_sample_is_the_same_whichever_epoch_loads_it(threads, room):
+    (expected,) = drawn(CachedDataset(Drawing(), PLENTY))
     assert len(expected.unique()) == 2 * N
-    for _ in range(3):
-        assert torch.equal(torch.cat(list(batches)), expected)
+    for epochs in ((0, 1, 2), (7,), (2, 0)):
+        for given in drawn(CachedDataset(Drawing(), room), epochs, threads):
+            assert torch.equal(given, expected)
+    assert not torch.equal(drawn(CachedDataset(Drawing(), PLENTY), seed=4)[0], expected)
+    assert not torch.equal(drawn(Drawing())[0], expected)
+
+
+def test_a_sample_is_the_same_whichever_way_it_is_asked_for():
+    (expected,) = drawn(CachedDataset(Drawing(), PLENTY))
+    backwards = Subset(CachedDataset(Drawing(), PLENTY), range(N - 1, -1, -1))
+    assert torch.equal(drawn(backwards)[0], expected.flip(0))
+    assert torch.equal(drawn(CachedDataset(CachedDataset(Drawing(), PLENTY), PLENTY))[0], expected)
+
+
+def test_what_lies_on_top_draws_as_without_a_cache():
+    class OnTop(Drawing):
+        def __getitem__(self, i):
+            before = torch.rand(1, generator=gpuprefetch.sample_generator())
+            cache[i]
+            return torch.cat([before, torch.rand(1, generator=gpuprefetch.sample_generator())])
+
+    cache = CachedDataset(Drawing(), PLENTY)
+    first, second = drawn(OnTop(), (0, 1))
+    cache = range(N)
+    again, _ = drawn(OnTop(), (0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +142,40 @@ def test_what_the_first_load_drew_comes_again(threads):
         ("a", ["a"], ["b", b"a"]),
         (("a", 1), [("a", 1)], [("a", 2)]),
         (None, [None], [0]),
+        ((1,), [(1,), (numpy.int64(1),)], [1, (1.0,), (True,), ((1,),), ("1",), (1, 1)]),
+        (("a", (1, 2)), [("a", (1, torch.tensor(2)))], [("a", (1, 2.0)), ("a", (1.0, 2))]),
+        (0.0, [0.0], [-0.0, 0, False, numpy.float32(0), numpy.float32(-0.0), 0j]),
+        (1, [numpy.uint8(1)], [True, 1.0, Fraction(1)]),
+        (True, [True, numpy.bool_(True), torch.tensor(True)], [1, False]),
+        (frozenset({1}), [frozenset({1})], [frozenset({1.0}), frozenset({True})]),
+        (slice(1), [slice(numpy.int64(1))], [slice(1.0), slice(True), slice(1, None), slice(None, None, 1)]),
+        (Pair(1, 2), [Pair(1, 2)], [Pair(1, 2.0), (1, 2)]),
     ],
 )
 def test_which_indices_are_one(one, same, other):
     cache, dataset = cached(lambda key: [key])
     for key in [one, *same]:
         assert cache[key] == [one]
-    assert dataset.asked == [one]
-    for key in other:
-        assert cache[key] == [key]
-    assert dataset.asked == [one, *other]
+    assert len(dataset.asked) == 1
+    for number, key in enumerate(other, 2):
+        assert repr(cache[key]) == repr([key])
+        assert len(dataset.asked) == number == len(cache._kept)
 
 
-@pytest.mark.parametrize("index", [[1], torch.tensor([3]), torch.tensor(1.5), numpy.array([3]), {1: 2}], ids=repr)
+@pytest.mark.parametrize(
+    "index",
+    [
+        [1],
+        (1, [2]),
+        ("a", torch.tensor(1.5)),
+        slice([1]),
+        torch.tensor([3]),
+        torch.tensor(1.5),
+        numpy.array([3]),
+        {1: 2},
+    ],
+    ids=repr,
+)
 def test_what_is_no_index(index):
     cache, dataset = cached(ramp)
     with pytest.raises(TypeError) as caught:
@@ -243,6 +318,160 @@ def test_a_view_keeps_only_its_own_part():
     assert cache._kept.bytes >= 1600 + 40 + 56
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Mover(Holder):
+    """Neither a container nor a tensor, but one that a batch would move."""
+
+    def to(self, device):
+        return Mover(self.value.to(device))
+
+
+class WithItsOwnCopy(torch.Tensor):
+    def __deepcopy__(self, memo):
+        whole = torch.empty(0).set_(self.untyped_storage().clone())
+        return whole.as_strided(self.shape, self.stride(), self.storage_offset()).as_subclass(WithItsOwnCopy)
+
+
+def object_array(value):
+    array = numpy.empty(1, dtype=object)
+    array[0] = value
+    return array
+
+
+def with_attribute(value):
+    tensor = torch.zeros(0)
+    tensor.part = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "wrap, unwrap",
+    [
+        (Holder, lambda s: s.value),
+        (Slotted, lambda s: s.value),
+        (Mover, lambda s: s.value),
+        (lambda t: Holder(Slotted([t])), lambda s: s.value.value[0]),
+        (object_array, lambda s: s[0]),
+        (lambda t: {t}, lambda s: next(iter(s))),
+        (lambda t: frozenset({t}), lambda s: next(iter(s))),
+        (lambda t: deque([t]), lambda s: s[0]),
+        (lambda t: functools.partial(len, t), lambda s: s.args[0]),
+        (with_attribute, lambda s: s.part),
+        (lambda t: ValueError(t), lambda s: s.args[0]),
+        (lambda t: t.as_subclass(WithItsOwnCopy), lambda s: s),
+        (torch.nn.Parameter, lambda s: s.detach()),
+    ],
+    ids=[
+        *("object", "slots", "moves itself", "nested", "object array", "set", "frozenset", "deque", "partial"),
+        *("attribute of a tensor", "exception", "copies itself", "parameter"),
+    ],
+)
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_view_inside_of_anything_keeps_only_its_own_part(wrap, unwrap, device):
+    storage = torch.arange(100_000.0)
+    cache, dataset = cached(lambda i: wrap(storage[i * 100 : i * 100 + 100]), device=device)
+    for _ in range(2):
+        assert unwrap(cache[3]).tolist() == list(range(300, 400))
+    assert dataset.asked == [3]
+    assert unwrap(cache._kept[3]).untyped_storage().nbytes() == 400
+    assert unwrap(cache[3]).data_ptr() != unwrap(cache._kept[3]).data_ptr()
+    assert 400 <= cache._kept.bytes < 1500
+
+
+@pytest.mark.parametrize("wrap", [Holder, Slotted, object_array, lambda a: {"key": deque([a])}, with_attribute])
+def test_arrays_inside_of_anything_are_counted(wrap):
+    cache, _ = cached(lambda i: wrap(numpy.zeros(1000)[:500]))
+    cache[0]
+    assert 4000 <= cache._kept.bytes < 5500
+
+
+def test_an_exception_counts_without_what_its_traceback_holds():
+    def fail(i):
+        large = bytes(PLENTY)
+        try:
+            raise ValueError(len(large))
+        except ValueError as error:
+            return error
+
+    cache, _ = cached(fail)
+    assert cache[0].args == cache[0].args == (PLENTY,)
+    assert 0 < cache._kept.bytes < 1000
+
+
+class Tagged(torch.Tensor):
+    """With metadata, copied in a way of its own."""
+
+    def __deepcopy__(self, memo):
+        made = self.as_subclass(torch.Tensor).clone().as_subclass(Tagged)
+        made.tags = [*self.tags, "copied"]
+        return made
+
+
+class Plain(torch.Tensor):
+    __slots__ = ("slot",)
+
+
+def tagged():
+    tensor = torch.ones(2).as_subclass(Tagged)
+    tensor.tags = []
+    return tensor
+
+
+def plain():
+    tensor = torch.ones(2).as_subclass(Plain)
+    tensor.tags, tensor.slot = ["t"], ["s"]
+    return tensor
+
+
+def tensor_with_tags(kind=torch.Tensor):
+    tensor = kind(torch.ones(2))
+    tensor.tags = ["t"]
+    return tensor
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+@pytest.mark.parametrize(
+    "make, kind, tags",
+    [
+        (tensor_with_tags, torch.Tensor, ["t"]),
+        (plain, Plain, ["t"]),
+        (tagged, Tagged, ["copied", "copied"]),
+        (lambda: tensor_with_tags(torch.nn.Parameter), torch.nn.Parameter, ["t"]),
+        (lambda: tensor_with_tags(torch.nn.Buffer), torch.nn.Buffer, ["t"]),
+    ],
+    ids=["tensor", "subclass", "copies itself", "parameter", "buffer"],
+)
+def test_types_and_attributes_of_tensors(make, kind, tags, device):
+    cache, dataset = cached(lambda i: [make()], device=device)
+    for _ in range(2):
+        (tensor,) = cache[3]
+        assert isinstance(tensor, kind) and tensor.tags == tags and tensor.device.type == (device or "cpu")
+        assert tensor.requires_grad == (kind is torch.nn.Parameter) and tensor.is_leaf
+        if kind is Plain:
+            assert tensor.slot == ["s"]
+            tensor.slot.append("changed")
+        tensor.tags.append("changed")
+    assert dataset.asked == [3]
+
+
+def test_a_tensor_with_attributes_that_lead_back_to_it():
+    def loop(i):
+        tensor, other = ramp(i), torch.zeros(1000)[:1]
+        tensor.other, other.back = [other], tensor
+        return tensor
+
+    cache, _ = cached(loop)
+    for _ in range(2):
+        tensor = cache[3]
+        assert tensor.other[0].back is tensor and tensor.other[0].untyped_storage().nbytes() == 4
+
+
 def test_a_tensor_that_stands_twice_in_a_sample_is_one():
     def twice(i):
         tensor = ramp(i)
@@ -331,13 +560,26 @@ def test_a_smaller_sample_may_still_fit():
     assert dataset.asked == [0, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda c: c, lambda c: CachedDataset(c, PLENTY), lambda c: SeededDataset(c, Seeds(1, 0))],
+    ids=["plain", "cache in a cache", "seeded"],
+)
+def test_the_warning_points_at_whoever_asks(wrap):
+    cache, _ = cached(ramp, max_bytes=1)
+    whole = wrap(cache)
+    with pytest.warns(RuntimeWarning, match="does not fit") as caught:
+        line, _ = sys._getframe().f_lineno, whole[0]
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
+
+
 def test_a_dataset_without_a_length():
     class Keyed(Dataset):
         def __getitem__(self, key):
             return torch.zeros(10)
 
     cache = CachedDataset(Keyed(), 1)
-    with pytest.warns(RuntimeWarning, match="the sample at index .*'x'.* 0 samples are kept so far"):
+    with pytest.warns(RuntimeWarning, match="the sample at index 'x' .* 0 samples are kept so far"):
         cache["x"]
     with pytest.raises(TypeError):
         len(cache)
@@ -584,3 +826,22 @@ def test_wrong_argument(arguments, error, text):
 def test_it_can_not_be_copied_or_pickled(how):
     with pytest.raises(TypeError, match="each worker process would fill a cache of its own. Use num_threads"):
         how(CachedDataset(Ramp(3), 5))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("index", [0, 3], ids=["kept", "being loaded"])
+def test_a_forked_worker_says_so_and_does_not_hang(index):
+    with Gate(at=3) as gate:
+        cache, _ = cached(lambda i: gate(i) or ramp(i))
+        cache[0]
+        asking, results = asked_at_once(cache, [3])
+        assert gate.reached.wait(10)
+        loader = DataLoader(
+            cache, sampler=[index], batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=30
+        )
+        with pytest.raises(TypeError, match="in a forked process: each worker process would fill a cache of its own"):
+            list(loader)
+        gate.opened.set()
+        asking[0].join(10)
+    assert results[0].tolist() == [3.0] * 4
