@@ -21,8 +21,8 @@ from gpuprefetch._training_check import train
 
 _MOST_BATCHES = 1_000_000
 _ORDER = (
-    "the sampler draws from what seed does not reach. Let it draw in __iter__, before the first index, from a global "
-    "generator, as torch's own do, or from a seed of its own and the epoch"
+    "the sampler can't be iterated again, or draws from what seed does not reach. Let it draw in __iter__, before the "
+    "first index, from a global generator, as torch's own do, or from a seed of its own and the epoch"
 )
 _DRAW_FROM = "Draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i]"
 _STATE = (
@@ -40,7 +40,7 @@ def verify_reproducibility(
     num_threads: Collection[int] = (0, 1, 4),
     verbose: bool = True,
     *,
-    seed: int = 0,
+    seed: int | None = None,
     max_batches: int = 50,
     device: torch.device | str | int | None = None,
 ) -> bool:
@@ -56,10 +56,11 @@ def verify_reproducibility(
     hold, are afterwards as they were. A dataset that keeps state of its own has moved on.
 
     Args:
-        loader: a DataLoader, a DataLoaderX, or a PrefetchIterator of one. None takes a small dataset that is reproducible.
+        loader: a DataLoader, a DataLoaderX, or a PrefetchIterator of a DataLoader. None takes a small dataset that is
+            reproducible.
         num_threads: numbers of threads to try, 0 to 256; the first one gives what the others are compared with.
         verbose: prints a line for each, and for a difference where it is, of what kind, and what to do.
-        seed: 0 to 2**64 - 1.
+        seed: 0 to 2**64 - 1. None takes that of the PrefetchIterator or DataLoaderX, else 0.
         max_batches: of each run, 1 to 1,000,000.
         device: where batches go and the step runs. None takes that of the PrefetchIterator, else the current
             accelerator, or the CPU where there is none.
@@ -70,10 +71,15 @@ def verify_reproducibility(
         Exception: whatever the loader raises in the very first run. What it raises in a later one is a difference.
     """
     say = print if checked_bool("verbose", verbose) else _say_nothing
-    loader, chosen, skip_keys = _opened(_built_in() if loader is None else loader)
-    chosen = checked_device(device) if device is not None or chosen is None else chosen
+    loader, wrapper = _opened(_built_in() if loader is None else loader)
+    chosen = checked_device(device) if device is not None or wrapper is None else wrapper.device
+    skip_keys = () if wrapper is None else wrapper._skip_keys
     counts = _checked_counts(num_threads)
-    seed = checked_int("seed", seed, 0, LARGEST_SEED)
+    if seed is None and wrapper is not None:
+        seed = wrapper._seed
+        if seed is None:
+            say("this loader has no seed, so its order and its generators differ between processes: tested with seed=0")
+    seed = checked_int("seed", 0 if seed is None else seed, 0, LARGEST_SEED)
     max_batches = checked_int("max_batches", max_batches, 1, _MOST_BATCHES)
     reason = why_one_thread(loader)
     if max(counts) > 1 and reason is None and loader.num_workers:
@@ -96,17 +102,14 @@ def _say_nothing(_: str) -> None:
     pass
 
 
-def _opened(loader: Any) -> tuple[DataLoader[Any], torch.device | None, Collection[Any]]:
-    """The DataLoader, and where its PrefetchIterator, if it has one, brings what."""
-    device: torch.device | None = None
-    skip_keys: Collection[Any] = ()
-    if isinstance(loader, DataLoaderX):
-        loader = loader._prefetch
-    if isinstance(loader, PrefetchIterator):
-        device, skip_keys, loader = loader.device, loader._skip_keys, loader._loader
+def _opened(loader: Any) -> tuple[DataLoader[Any], PrefetchIterator | None]:
+    """The DataLoader, and its PrefetchIterator if it has one."""
+    wrapper = loader._prefetch if isinstance(loader, DataLoaderX) else loader
+    wrapper = wrapper if isinstance(wrapper, PrefetchIterator) else None
+    loader = loader if wrapper is None else wrapper._loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"loader must be a DataLoader, a PrefetchIterator of one or None, not {type(loader).__name__}")
-    return loader, device, skip_keys
+    return loader, wrapper
 
 
 def _checked_counts(num_threads: Collection[int]) -> list[int]:
@@ -129,7 +132,7 @@ def _batches_agree(runs: SeededRuns, counts: list[int], say: Callable[[str], obj
             with runs.epoch(count) as batches:
                 difference = _difference(batches, expected)
             if difference is not None:
-                explanation = _explanation(runs, runs.drawn, count, counts[0])
+                explanation = _explanation(runs, runs.drawn, len(expected), count, counts[0])
                 say(f"num_threads={count}: run {number} DIFFERS from {first}: {_place(runs, difference, counts[0])}")
                 say(f"  {explanation}")
                 return False
@@ -177,12 +180,14 @@ def _place(runs: SeededRuns, difference: _Difference, first_count: int) -> str:
     return f"batch {difference.number}{f', {where}' if where else ''}: {what}"
 
 
-def _explanation(runs: SeededRuns, drawn: list[str], count: int, first_count: int) -> str:
-    """Of what kind a difference is, and what to do."""
-    if runs.order() != runs.order():
+def _explanation(runs: SeededRuns, drawn: list[str], batches: int, count: int, first_count: int) -> str:
+    """Of what kind a difference from a run of so many batches is, and what to do."""
+    order = runs.order()
+    if order != runs.order() or len(order) < batches:
         return f"order: {_ORDER}"
     if drawn:
-        return f"content: dataset or collate_fn draws from the global generators of {', '.join(drawn)}. {_DRAW_FROM}"
+        advice = _DRAW_FROM if count == 0 else f"{_DRAW_FROM}, or use num_threads=0"
+        return f"content: dataset or collate_fn draws from the global generators of {', '.join(drawn)}. {advice}"
     if count < 2:
         return f"content: {_STATE}. {_DRAW_FROM}"
     return f"content: {_SHARED}" + ("" if first_count < 2 else f". Or {_STATE}")

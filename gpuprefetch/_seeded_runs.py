@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader
 
+from gpuprefetch._emptied_caches import emptied_caches
 from gpuprefetch._fingerprint import Value, fingerprint
 from gpuprefetch._iterator import PrefetchIterator
 from gpuprefetch._seeds import Seeds
@@ -41,20 +42,32 @@ class SeededRuns:
         """The batches of one more run, which ends with the block."""
         with (
             self._begun(),
+            emptied_caches(self._loader.dataset),  # else later runs would be given what this one has loaded
             PrefetchIterator(
                 self._loader, self._device, num_threads=num_threads, skip_keys=self._skip_keys, seed=self._seed
             ) as batches,
         ):
-            yield itertools.islice(batches, self._max_batches)
+            yield self._limited(batches)
+
+    def _limited(self, batches: PrefetchIterator) -> Iterator[Any]:
+        """An ``iter()`` that fails does so where the first batch is asked for."""
+        yield from itertools.islice(batches, self._max_batches)
 
     def order(self) -> list[list[Value]]:
-        """What the sampler gives, by itself, where the order is drawn as in an epoch."""
+        """What the sampler gives, by itself, where the order is drawn as in an epoch; at its end an error, if it raises
+        one."""
         sampler: Any = self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler
+        given: list[list[Value]] = []
         with self._begun():
-            indices = iter(sampler)
-            first = Seeds(self._seed, 0).call("order", lambda: list(itertools.islice(indices, 1)))
-            rest = itertools.islice(indices, self._max_batches)
-            return [fingerprint(index) for index in itertools.chain(first, rest)]
+            try:
+                indices = iter(sampler)
+                given += map(
+                    fingerprint, Seeds(self._seed, 0).call("order", lambda: list(itertools.islice(indices, 1)))
+                )
+                given += map(fingerprint, itertools.islice(indices, self._max_batches))
+            except Exception as error:
+                given.append(fingerprint(f"{type(error).__name__}: {error}"))
+        return given
 
     @contextlib.contextmanager
     def _begun(self) -> Iterator[None]:

@@ -117,6 +117,79 @@ def test_a_fastreid_loader_is_verified_with_several_threads_too(capsys):
     loader.shutdown()
 
 
+def test_the_seed_is_the_loaders(capsys):
+    seeds = []
+
+    class Asked(Augmented):
+        def __getitem__(self, i):
+            seeds.append(gpuprefetch.sample_generator().initial_seed())
+            return super().__getitem__(i)
+
+    def first_seed(**arguments):
+        seeds.clear()
+        batches = gpuprefetch.create_dataloader(Asked(), 4, **arguments)
+        assert verify(None, capsys, (0,), loader=batches)[0]
+        return seeds[0]
+
+    assert first_seed(seed=7) == first_seed(seed=7) != first_seed(seed=8)
+    seeds.clear()
+    assert verify(None, capsys, (0,), loader=gpuprefetch.create_dataloader(Asked(), 4, seed=8), seed=7)[0]
+    assert seeds[0] == first_seed(seed=7)
+
+
+def test_a_loader_without_a_seed_is_told(capsys):
+    batches = gpuprefetch.create_dataloader(Augmented(), 4)
+    verdict, lines = verify(None, capsys, loader=batches)
+    assert verdict and lines[0].startswith("this loader has no seed")
+    assert not any("has no seed" in line for line in verify(Augmented(), capsys)[1])
+
+
+def test_what_a_cache_holds_is_not_what_is_compared(capsys):
+    cached = gpuprefetch.CachedDataset(DrawsGlobally(random.random), 1 << 20)
+    before = cached[3]["image"].tolist()
+    verdict, lines = verify(cached, capsys, (1,))
+    assert not verdict and "draws from the global generators of random" in lines[1]
+    assert cached[3]["image"].tolist() == before and len(cached._kept) == 1
+
+
+class Used(list):
+    """A sampler, or a batch sampler, that gives nothing or raises when it is iterated again."""
+
+    def __init__(self, indices, error=None):
+        super().__init__(indices)
+        self.error, self.used = error, False
+
+    def __iter__(self):
+        used, self.used = self.used, True
+        if used and self.error is not None:
+            raise self.error
+        return iter(()) if used else super().__iter__()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("used up")])
+@pytest.mark.parametrize(
+    "sampled", [lambda error: {"sampler": Used(range(8), error), "batch_size": 2},
+                lambda error: {"batch_sampler": Used([[0, 1], [2, 3]], error)}]
+)  # fmt: skip
+def test_a_sampler_that_can_be_iterated_once(sampled, error, capsys):
+    verdict, lines = verify(None, capsys, (0, 1), loader=DataLoader(Ramp(8), **sampled(error)))
+    assert not verdict and lines[1].startswith("  order: the sampler can't be iterated again")
+
+
+def test_an_iterable_that_can_be_iterated_once(capsys):
+    class Stream(IterableDataset):
+        used = False
+
+        def __iter__(self):
+            if self.used:
+                raise RuntimeError("used up")
+            self.used = True
+            return iter(range(8))
+
+    verdict, lines = verify(None, capsys, (1,), loader=DataLoader(Stream(), batch_size=4))
+    assert not verdict and "RuntimeError was raised: used up" in lines[0]
+
+
 def test_nothing_is_printed_when_not_wanted(capsys):
     assert verify(Augmented(), capsys, verbose=False) == (True, [])
     assert verify(DrawsGlobally(random.random), capsys, verbose=False) == (False, [])
@@ -177,7 +250,7 @@ def test_augmentation_from_a_global_generator(name, draw, count, capsys):
     assert "1]: 0." in second and ", but 0." in second
     assert why == (
         f"  content: dataset or collate_fn draws from the global generators of {name}. "
-        "Draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i]"
+        "Draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i], or use num_threads=0"
     )
     assert training == "training step on cpu: two runs are equal"
     assert last == "NOT reproducible"
@@ -225,7 +298,7 @@ def test_a_sampler_that_draws_elsewhere_is_an_order(capsys):
 
     verdict, lines = verify(None, capsys, loader=DataLoader(Ramp(N), 4, sampler=Shuffles()))
     assert verdict is False
-    assert lines[1].startswith("  order: the sampler draws from what seed does not reach")
+    assert lines[1].startswith("  order: the sampler can't be iterated again, or draws from what")
 
 
 def test_a_sampler_that_draws_while_it_goes(capsys):
@@ -483,7 +556,6 @@ def test_after_an_error_too():
         ({"num_threads": [1.0]}, TypeError, "each of num_threads must be an integer from 0 to 256, not 1.0"),
         ({"verbose": 1}, TypeError, "verbose must be True or False, not 1"),
         ({"seed": -1}, ValueError, "seed must be an integer from 0 to 18446744073709551615, not -1"),
-        ({"seed": None}, TypeError, "seed must be an integer from 0 to 18446744073709551615, not None"),
         ({"max_batches": 0}, ValueError, "max_batches must be an integer from 1 to 1000000, not 0"),
         ({"max_batches": 2.5}, TypeError, "max_batches must be an integer from 1 to 1000000, not 2.5"),
         ({"device": "gpu"}, ValueError, "device must name a torch device, such as 'cuda:0' or 'cpu', not 'gpu'"),
