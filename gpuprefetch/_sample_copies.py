@@ -39,7 +39,8 @@ def copied(value: Any, device: torch.device | None = None) -> Any:
     for tensor in tensors:
         memo[id(tensor)] = _copied_tensor(tensor, device if id(tensor) in leaves else None, memo)
     for tensor in tensors:
-        _copy_attributes(tensor, memo)
+        if attributes := _attributes(tensor):
+            _copy_attributes(tensor, attributes, memo)
     if device is not None:
         for leaf in leaves.values():
             if not isinstance(leaf, torch.Tensor):
@@ -70,7 +71,12 @@ def _held(value: Any) -> dict[int, Any]:
     waiting = [value]
     while waiting:
         each = waiting.pop()
-        if id(each) in held or isinstance(each, _SHARED_BY_COPIES):
+        if id(each) in held:
+            continue
+        if type(each) in _batch._ATOMS:  # told at a glance: lists of numbers can be long
+            held[id(each)] = each
+            continue
+        if isinstance(each, _SHARED_BY_COPIES):
             continue
         held[id(each)] = each
         if isinstance(each, torch.Tensor):
@@ -110,7 +116,7 @@ def _copied_tensor(tensor: torch.Tensor, device: torch.device | None, memo: dict
         return source
     plain = source.detach()
     made = plain.clone() if stays else plain.to(device, copy=True)
-    for part in _batch.tensors_in(tensor):
+    for part in _batch.tensors_in(tensor) if tensor.is_cuda else ():
         if part.is_cuda:
             # The cache may be dropped before this copy is done, and its memory belongs to another epoch's stream.
             part.record_stream(torch.cuda.current_stream(part.device))
@@ -121,8 +127,8 @@ def _copied_tensor(tensor: torch.Tensor, device: torch.device | None, memo: dict
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-def _copy_attributes(tensor: torch.Tensor, memo: dict[int, Any]) -> None:
-    made, attributes = memo[id(tensor)], _attributes(tensor)
+def _copy_attributes(tensor: torch.Tensor, attributes: dict[str, Any], memo: dict[int, Any]) -> None:
+    made = memo[id(tensor)]
     if _copies_itself(tensor) or _is_wrapper(tensor):
         attributes = _missing(made, attributes)
     _give(made, copy.deepcopy(attributes, memo))
@@ -138,6 +144,8 @@ def _give(made: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    if type(tensor) is torch.Tensor:
+        return tensor.__dict__
     slots = [name for kind in type(tensor).__mro__ for name in _batch._slots(kind)]
     return {**{name: getattr(tensor, name) for name in slots if hasattr(tensor, name)}, **tensor.__dict__}
 
