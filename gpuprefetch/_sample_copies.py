@@ -110,16 +110,16 @@ def _is_image(value: Any) -> bool:
 def _copied_tensor(tensor: torch.Tensor, device: torch.device | None, memo: dict[int, Any]) -> torch.Tensor:
     if tensor.grad_fn is not None:
         raise RuntimeError("a CachedDataset can't keep a tensor that is part of an autograd graph: detach() it first")
+    for part in _batch.tensors_in(tensor) if tensor.is_cuda else ():
+        if part.is_cuda:
+            # The cache may be dropped before this copy is done, and its memory belongs to another epoch's stream.
+            part.record_stream(torch.cuda.current_stream(part.device))
     stays = device is None or device == tensor.device
     source = copy.deepcopy(tensor, memo) if _copies_itself(tensor) else tensor
     if source is not tensor and stays and _is_all_of_its_storage(source):
         return source
     plain = source.detach()
     made = plain.clone() if stays else plain.to(device, copy=True)
-    for part in _batch.tensors_in(tensor) if tensor.is_cuda else ():
-        if part.is_cuda:
-            # The cache may be dropped before this copy is done, and its memory belongs to another epoch's stream.
-            part.record_stream(torch.cuda.current_stream(part.device))
     if type(made) is not type(tensor) and not _is_wrapper(tensor):
         made = made.as_subclass(type(tensor))
     if source is not tensor:

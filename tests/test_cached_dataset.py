@@ -334,7 +334,7 @@ class Mover(Holder):
 
 class WithItsOwnCopy(torch.Tensor):
     def __deepcopy__(self, memo):
-        whole = torch.empty(0).set_(self.untyped_storage().clone())
+        whole = torch.empty(0, device=self.device).set_(self.untyped_storage().clone())
         return whole.as_strided(self.shape, self.stride(), self.storage_offset()).as_subclass(WithItsOwnCopy)
 
 
@@ -762,9 +762,12 @@ def test_on_cuda_samples_are_read_on_another_stream_than_they_were_made(spin):
 
 
 @pytest.mark.gpu
-def test_on_cuda_a_cache_that_is_dropped_while_it_is_read(spin):
+@pytest.mark.parametrize("kind", [torch.Tensor, WithItsOwnCopy], ids=["tensor", "copies itself"])
+def test_on_cuda_a_cache_that_is_dropped_while_it_is_read(kind, spin):
     """Its memory must not be used again before the copy out of it is done."""
-    cache, _ = cached(lambda i: torch.full((1 << 20,), float(i)), device="cuda", max_bytes=PLENTY * 64)
+    cache, _ = cached(
+        lambda i: torch.full((1 << 20,), float(i)).as_subclass(kind), device="cuda", max_bytes=PLENTY * 64
+    )
     made, read = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(made):
         cache[3]
