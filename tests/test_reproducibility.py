@@ -176,6 +176,7 @@ def test_a_sampler_that_can_be_iterated_once(sampled, error, capsys):
     assert not verdict and lines[1].startswith("  order: the sampler can't be iterated again")
 
 
+@pytest.mark.filterwarnings("ignore:seed=0, but with num_threads=1 this loader draws")
 def test_an_iterable_that_can_be_iterated_once(capsys):
     class Stream(IterableDataset):
         used = False
