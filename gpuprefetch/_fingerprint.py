@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import numbers
 import pathlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy
@@ -80,26 +80,48 @@ def _at(path: str, batch: Any) -> Any:
     return next((value for at, value in _walk(batch, "") if at == path), _NOTHING)
 
 
-def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _walk(value: Any, path: str, around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     yield path, value
-    if isinstance(value, numpy.ndarray) and value.dtype.hasobject and value.dtype.fields is None:
-        held: Any = zip(numpy.ndindex(value.shape), value.ravel(), strict=True)
+    around = (*around, id(value))
+    held: Any
+    if isinstance(value, (numpy.ndarray, numpy.void)) and value.dtype.names is not None:
+        held = [(name, value[name]) for name in value.dtype.names]  # there may be any bytes between them
+    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        held = zip(numpy.ndindex(value.shape), value.ravel(), strict=True)
+    elif isinstance(value, torch.Tensor) and value.is_nested:
+        held = enumerate(value.unbind())
     else:
         held = children(value)
     for key, child in held:
-        yield from _walk(child, path + (f".{key}" if dataclasses.is_dataclass(value) else f"[{key!r}]"))
+        yield from _walk(child, path + (f".{key}" if dataclasses.is_dataclass(value) else f"[{key!r}]"), around)
+    for name, child in _attributes(value).items():
+        if id(child) not in around:  # an object may know what it is a part of
+            yield from _walk(child, f"{path}.{name}", around)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What a tensor, a container or an object that moves itself has beside its bytes, its items or its fields."""
+    if isinstance(value, torch.Tensor):
+        return {} if value.is_nested else value.__dict__  # a jagged one keeps its layout there
+    is_container = isinstance(value, (Mapping, list, tuple))
+    attributes = getattr(value, "__dict__", {}) if is_container or moves_itself(value) else {}
+    return {} if attributes is value else attributes  # a mapping whose items are its attributes
 
 
 def _value(path: str, value: Any) -> Value:
     name = type(value).__name__
     if isinstance(value, torch.Tensor):
+        if value.is_nested:  # its parts are values of their own
+            return Value(path, f"nested {name} of {len(value.unbind())}", b"")
         kind = f"{name} of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
         return Value(path, kind, _digest([_tensor_bytes(part) for part in _strided_parts(value)]))
     if isinstance(value, numpy.ndarray):
         kind = f"{name} of {value.dtype} {list(value.shape)}"
-        if value.dtype.hasobject:  # its elements are values of their own
-            return Value(path, kind, b"" if value.dtype.fields is None else None)
-        return Value(path, kind, _digest([value.tobytes()]))
+        if value.dtype.hasobject or value.dtype.names is not None:  # its elements or fields are values of their own
+            return Value(path, kind, b"")
+        return Value(path, kind, _digest([_array_bytes(value)]))
+    if isinstance(value, numpy.void) and value.dtype.names is not None:
+        return Value(path, f"{name} of {value.dtype}", b"")
     if isinstance(value, _SHOWN_BY_REPR):
         return Value(path, name, _digest([repr(value).encode()]))
     if hasattr(value, "__array_interface__"):  # a PIL image
@@ -108,8 +130,7 @@ def _value(path: str, value: Any) -> Value:
     held = sum(1 for _ in children(value))
     if dataclasses.is_dataclass(value) or (isinstance(value, Collection) and held == len(value)):
         return Value(path, f"{name} of {held}", b"")  # a set, say, has a length and is not walked
-    parts = tensors_in(value) if moves_itself(value) else []
-    return Value(path, name, _digest([_tensor_bytes(part) for part in parts]) if parts else None)
+    return Value(path, name, b"" if _attributes(value) else None)
 
 
 def _digest(parts: list[Any]) -> bytes:
@@ -123,8 +144,6 @@ def _digest(parts: list[Any]) -> bytes:
 def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.is_quantized:
         return [tensor.int_repr(), tensor.dequantize()]
-    if tensor.is_nested:
-        return list(tensor.unbind())
     if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
         return [tensor.to_dense()]
     return tensors_in(tensor)
@@ -144,6 +163,13 @@ def _tensor_bytes(tensor: torch.Tensor) -> Any:
     return _dense(tensor).reshape(-1).view(torch.uint8).numpy()
 
 
+def _array_bytes(array: numpy.ndarray[Any, Any]) -> bytes:
+    """Of its elements. Some bytes of a long double mean nothing, so they count by what they show."""
+    if array.dtype.char in "gG":
+        return repr(array.ravel().tolist()).encode()
+    return array.tobytes()
+
+
 def _as_array(value: Any) -> numpy.ndarray[Any, Any] | None:
     """An array that has the elements of a leaf, or None where it has no such form."""
     if isinstance(value, torch.Tensor):
@@ -153,7 +179,7 @@ def _as_array(value: Any) -> numpy.ndarray[Any, Any] | None:
         if dense.dtype.is_floating_point or dense.dtype.is_complex:  # NumPy does not know all of them
             dense = dense.to(torch.complex128 if dense.dtype.is_complex else torch.float64)
         return dense.numpy()
-    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+    if isinstance(value, numpy.ndarray) and (value.dtype.hasobject or value.dtype.names or value.dtype.char in "gG"):
         return None
     if isinstance(value, numpy.ndarray) or hasattr(value, "__array_interface__"):
         return numpy.asarray(value)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import gpuprefetch
 from gpuprefetch import PrefetchIterator, _training_check, verify_reproducibility
+from gpuprefetch._fingerprint import fingerprint
 from gpuprefetch._seeded_runs import global_generators_kept
 
 pytestmark = pytest.mark.windows
@@ -150,6 +151,84 @@ def test_what_a_cache_holds_is_not_what_is_compared(capsys):
     verdict, lines = verify(cached, capsys, (1,))
     assert not verdict and "draws from the global generators of random" in lines[1]
     assert cached[3]["image"].tolist() == before and len(cached._kept) == 1
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+class Named(dict):
+    pass
+
+
+class Moved:
+    def __init__(self, tensor, angle):
+        self.tensor, self.angle = tensor, angle
+
+    def to(self, device, non_blocking=False):
+        return Moved(self.tensor.to(device), self.angle)
+
+
+def with_attribute(made, value):
+    made.angle = value
+    return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: with_attribute(torch.ones(2).as_subclass(Tagged), value),
+        lambda value: with_attribute(Named(image=torch.ones(2)), value),
+        lambda value: Moved(torch.ones(2), value),
+        lambda value: Moved(torch.full((2,), value), 0),
+    ],
+    ids=["tensor", "mapping", "object", "its tensor"],
+)
+def test_attributes_are_compared(make):
+    one, same, other = (fingerprint(make(value)) for value in (1.0, 1.0, 2.0))
+    assert one == same != other
+    assert not any(value.digest is None for value in one)
+
+
+def test_an_object_that_knows_what_it_is_a_part_of():
+    made = Moved(torch.ones(2), 1.0)
+    made.owner, made.parts = made, [made.tensor]
+    made.tensor.owner = made
+    assert [value.path for value in fingerprint(made)] == ["", ".tensor", ".angle", ".parts", ".parts[0]"]
+
+
+PADDED = numpy.dtype([("a", "i1"), ("b", "f8")], align=True)
+
+
+def padded(fill, values):
+    made = numpy.empty(len(values), PADDED)
+    made.view(numpy.uint8)[:] = fill
+    for i, pair in enumerate(values):
+        made["a"][i], made["b"][i] = pair
+    return made
+
+
+@pytest.mark.parametrize(
+    "one, same, other",
+    [
+        (padded(1, [(1, 2.0)]), padded(255, [(1, 2.0)]), padded(1, [(1, 3.0)])),
+        (*[numpy.array([1, 2], numpy.longdouble) / 3] * 2, numpy.array([1, 2.5], numpy.longdouble) / 3),
+        (padded(1, [(1, 2.0)])[0], padded(255, [(1, 2.0)])[0], padded(1, [(2, 2.0)])[0]),
+    ],
+    ids=["structured", "long double", "record"],
+)
+def test_bytes_that_mean_nothing_do_not_count(one, same, other):
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_compared_by_their_parts(layout):
+    def nested(*values):
+        return torch.nested.nested_tensor([torch.full((n + 1,), v) for n, v in enumerate(values)], layout=layout)
+
+    assert fingerprint(nested(1.0, 2.0)) == fingerprint(nested(1.0, 2.0)) != fingerprint(nested(1.0, 3.0))
+    assert fingerprint(nested(1.0, 2.0)) != fingerprint(nested(1.0, 2.0, 2.0))
 
 
 class Used(list):
