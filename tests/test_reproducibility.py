@@ -16,8 +16,6 @@ from gpuprefetch import PrefetchIterator, _training_check, verify_reproducibilit
 from gpuprefetch._fingerprint import fingerprint
 from gpuprefetch._seeded_runs import global_generators_kept
 
-pytestmark = pytest.mark.windows
-
 N = 24
 
 
