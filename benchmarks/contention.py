@@ -17,28 +17,35 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-import ours
 import throughput
-from rows import Loader, Opened, gathered, row
+from rows import ROWS, Loader, Opened, Row, gathered, row
 from target import Target
 from workloads import MakeImage, make_loader
 
 THREADS = 8
-ROWS = ["dataloader", "workers8", "gpuprefetch4", "gpuprefetch8", "gpuprefetch15"]  # and what `trial` adds
+BESIDE = ("dataloader", "workers8", "gpuprefetch4", "gpuprefetch8", "gpuprefetch15")
+TRIALS: dict[str, Row] = {}  # rows of throughput.py while main() runs only
 
 LONGEST_PAUSE_SECONDS = 0.05  # of a sample: a loop that saves a checkpoint between two batches stops nothing
 NICENESS = 10
 
-prefetched = contextlib.contextmanager(ours.prefetched)
+prefetched = contextlib.contextmanager(throughput.ours.prefetched)
 
 
 def trial(
     name: str, description: str, missing: Callable[[Target], str | None] = lambda target: None
 ) -> Callable[[Callable[[Loader, Target, int], Opened]], None]:
-    """Register the decorated function as a row: gpuprefetch with 8 threads and one thing changed."""
-    ROWS.append(f"gpuprefetch{THREADS}-{name}")  # no digit at its end, which would be a number of threads
+    """Make the decorated function a row of TRIALS: gpuprefetch with 8 threads and one thing changed."""
+    name = f"gpuprefetch{THREADS}-{name}"  # no digit at its end, which would be a number of threads
     described = f"gpuprefetch{THREADS}, {description}"
-    return row(ROWS[-1], described, bound=gathered(THREADS), loads_beside=True, default=False, missing=missing)
+
+    def register(make: Callable[[Loader, Target, int], Opened]) -> None:
+        row(name, described, bound=gathered(THREADS), loads_beside=True, default=False, missing=missing)(make)
+        trial_row = ROWS.pop(name)
+        assert isinstance(trial_row, Row)
+        TRIALS[name] = trial_row
+
+    return register
 
 
 def samples_a_task(size: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
@@ -150,7 +157,9 @@ def around_each_sample(loader: Loader, context: Callable[[], Any]) -> Loader:
 
 
 def main(arguments: list[str]) -> int:
-    return throughput.main(throughput.parse_arguments(["--loaders", ",".join(ROWS), *arguments]))
+    with mock.patch.dict(ROWS, TRIALS):
+        options = throughput.parse_arguments(["--loaders", ",".join([*BESIDE, *TRIALS]), *arguments])
+        return throughput.main(options)
 
 
 if __name__ == "__main__":
