@@ -52,6 +52,17 @@ def _warn_of_workers() -> None:
     )
 
 
+def warn_of_worker_init_fn(function: Callable[[int], None] | None) -> None:
+    if function is not None:
+        warnings.warn(
+            f"worker_init_fn={function!r} is not called: there are no worker processes. To seed augmentation pass "
+            "seed= and draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i]; open files in the "
+            "dataset, on first use in each thread",
+            RuntimeWarning,
+            stacklevel=callers_level(),
+        )
+
+
 def checked_int(name: str, value: int, least: int, most: int) -> int:
     allowed = f"an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

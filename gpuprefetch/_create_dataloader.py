@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch._arguments import LARGEST_SEED, MOST_THREADS, checked_int
+from gpuprefetch._arguments import LARGEST_SEED, MOST_THREADS, callers_level, checked_int, warn_of_worker_init_fn
 from gpuprefetch._iterator import PrefetchIterator
 from gpuprefetch._recommended import recommended_num_threads
 
@@ -73,8 +73,7 @@ def create_dataloader(
         RuntimeError: the device can't be used.
     """
     num_threads = checked_int("num_workers", num_workers, 0, MOST_THREADS)
-    if dataloader_kwargs.get("worker_init_fn") is not None:
-        _warn_of_worker_init_fn()
+    warn_of_worker_init_fn(dataloader_kwargs.get("worker_init_fn"))
     for name in _WITHOUT_MEANING:
         dataloader_kwargs.pop(name, None)
     batches = PrefetchIterator(
@@ -125,15 +124,5 @@ def _say_that_workers_are_threads() -> None:
         "num_workers of create_dataloader is a number of threads in this process, on every platform: no worker process "
         "is started, and nothing is pickled",
         UserWarning,
-        stacklevel=3,  # whoever calls create_dataloader
-    )
-
-
-@functools.cache
-def _warn_of_worker_init_fn() -> None:
-    warnings.warn(
-        "create_dataloader does not call worker_init_fn: there is no worker process. Open a file on first use in each "
-        "thread, and draw random numbers from gpuprefetch.sample_generator()",
-        UserWarning,
-        stacklevel=3,  # whoever calls create_dataloader
+        stacklevel=callers_level(),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
@@ -10,10 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gpuprefetch._arguments import callers_level, checked_int
+from gpuprefetch._arguments import MOST_THREADS, checked_int, warn_of_worker_init_fn
 from gpuprefetch._iterator import EpochIterator, PrefetchIterator
 
-_MOST_WORKERS = 256
 _LARGEST_RANK = (1 << 31) - 1
 _SET_ONCE = ("local_rank", "num_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
@@ -89,7 +87,7 @@ class DataLoaderX(DataLoader[Any]):
         **others: Any,
     ) -> None:
         device = _device(local_rank)
-        num_workers = checked_int("num_workers", num_workers, 0, _MOST_WORKERS)
+        num_workers = checked_int("num_workers", num_workers, 0, MOST_THREADS)
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -118,14 +116,7 @@ class DataLoaderX(DataLoader[Any]):
             pinned_bytes=pinned_bytes,
             timeout=timeout,
         )
-        if worker_init_fn is not None:
-            warnings.warn(
-                f"worker_init_fn={worker_init_fn!r} is not called: a DataLoaderX has no worker processes. To seed "
-                "augmentation pass seed= and draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i]; "
-                "open files in the dataset, on first use in each thread",
-                RuntimeWarning,
-                stacklevel=callers_level(),
-            )
+        warn_of_worker_init_fn(worker_init_fn)
 
     @property
     def device(self) -> torch.device:
