@@ -95,6 +95,20 @@ def _spinning_threads(facts: Facts) -> Finding | None:
     )
 
 
+def _no_free_threading(facts: Facts) -> Finding | None:
+    if not facts.gil:
+        return None
+    return Finding(
+        "note",
+        "gil",
+        "no free threading: Python code runs on one thread at a time (GIL on)",
+        "Loop and loader threads take turns wherever they run Python code, so more threads do not speed up a dataset "
+        "in pure Python. Decoders and copies let go of the lock.",
+        "Nothing, if the loop does not wait for data. Else make samples cheaper, or use a free-threaded build of "
+        "Python 3.13 or newer (with PYTHON_GIL=0, where a module turned the lock on).",
+    )
+
+
 def _debug_build(facts: Facts) -> Finding | None:
     builds = {
         "Python": facts.python_debug,
@@ -162,4 +176,5 @@ CHECKS: tuple[Callable[[Facts], Finding | None], ...] = (
     _little_commit,
     _little_memory,
     _no_compiler,
+    _no_free_threading,
 )

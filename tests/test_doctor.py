@@ -104,6 +104,8 @@ def test_json_holds_every_fact_and_finding():
         assert list(finding) == [field.name for field in dataclasses.fields(Finding)]
     assert named(told, "launch-blocking")["severity"] == "slow"
     assert named(told, "no-compiler")["severity"] == "note"
+    assert facts["gil"] is getattr(sys, "_is_gil_enabled", lambda: True)()
+    assert ("gil" in {finding["name"] for finding in told["findings"]}) == facts["gil"]
 
 
 def test_the_docs_tell_each_finding():

@@ -31,7 +31,7 @@ WELL = Facts(
     python="3.12.3",
     python_bits=64,
     python_debug=False,
-    gil=True,
+    gil=False,
     platform="Windows-11-10.0.22631-SP0",
     sys_platform="win32",
     cpus=8,
@@ -159,6 +159,7 @@ FOUND = [
     ("memory-limit", "note", {"container_free_bytes": GIB}, ["leaves 1.0 GiB"]),
     ("no-compiler", "note", {"compiler": None}, ["cl on the path", "Desktop development with C++"]),
     ("no-compiler", "note", {"compiler": None, "sys_platform": "linux"}, ["CXX, c++ and g++", "apt install g++"]),
+    ("gil", "note", {"gil": True}, ["no free threading", "pure Python", "free-threaded build"]),
 ]
 
 
