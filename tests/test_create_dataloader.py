@@ -1,5 +1,6 @@
 """``create_dataloader``: the arguments of a DataLoader, with threads for workers."""
 
+import inspect
 import os
 import platform
 import sys
@@ -12,7 +13,7 @@ from loaders import THREADS, Ramp, lists, vals
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 import gpuprefetch
-from gpuprefetch import PrefetchIterator, _create_dataloader, create_dataloader
+from gpuprefetch import PrefetchIterator, _create_dataloader, _doctor_probes, create_dataloader
 
 pytestmark = [pytest.mark.windows, pytest.mark.filterwarnings("ignore:num_workers of create_dataloader:UserWarning")]
 
@@ -65,6 +66,15 @@ def test_a_call_of_the_older_interface_by_keyword(threads, windows):
     assert torch.equal(torch.cat(list(batches)), expected)
     assert sorted(expected[:, 0].tolist()) == list(range(N)) != expected[:, 0].tolist()
     assert len(expected[:, 1].unique()) == N
+
+
+def test_the_signature_that_was_promised():
+    parameters = inspect.signature(create_dataloader).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    by_position = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert by_position == ["dataset", "batch_size", "shuffle", "num_workers", "seed"]
+    assert [defaults[name] for name in by_position[1:]] == [1, False, 0, None]
+    assert defaults["device"] is defaults["force_zero_workers_on_windows"] is None
 
 
 def test_arguments_by_position_are_in_the_order_of_the_older_interface():
@@ -208,6 +218,23 @@ def test_a_machine_that_does_not_know_its_cpus(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert gpuprefetch.recommended_num_threads() == 1
+
+
+@pytest.mark.filterwarnings("ignore:with several num_threads")
+def test_the_doctor_names_the_threads_that_run():
+    named = _doctor_probes.host_facts().threads
+    assert list(named) == ["0", "1", "2", "4", "8"]
+    for requested, running in named.items():
+        fetching = set()
+        meeting = threading.Barrier(max(1, running))  # as many threads as are named fetch at the same time, or none
+
+        def hook(i, meeting=meeting, fetching=fetching):
+            meeting.wait(20)
+            fetching.add(threading.current_thread())
+
+        list(on_cpu(Ramp(N, hook=hook), batch_size=8, num_workers=int(requested)))
+        assert len(fetching) == max(1, running)
+        assert (threading.main_thread() in fetching) == (running == 0)
 
 
 def test_the_older_name():

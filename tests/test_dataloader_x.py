@@ -192,6 +192,8 @@ def test_what_iter_gives_has_the_loaders_attributes():
         _ = batches.no_such_thing
     with pytest.raises(AttributeError, match="_get_iterator"):
         _ = batches._get_iterator
+    batches.shutdown()  # which is the loader's, too
+    assert threads() == []
 
 
 @windows

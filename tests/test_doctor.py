@@ -133,6 +133,7 @@ def test_in_the_clone_it_says_why_there_is_no_module(tmp_path):
     assert finding["what"].startswith(f"gpuprefetch was imported from its source folder {tmp_path.resolve()}")
     assert finding["do"].startswith("Start Python in another folder")
     assert finding["severity"] == ("error" if torch.cuda.is_available() else "note")
+    assert told["works"] is not (torch.cuda.is_available() or has_driver())  # the CPU does not need the module
     assert status == (0 if told["works"] else 1)
     assert told["facts"]["extension_torch"] is None
 
@@ -144,6 +145,7 @@ def test_a_module_built_for_another_torch():
     assert "but torch 2.99.0 is running" in finding["what"]
     assert finding["do"].startswith("Rebuild it with `python -m pip install")
     assert finding["severity"] == ("error" if torch.cuda.is_available() else "note")
+    assert told["works"] is not (torch.cuda.is_available() or has_driver())
     assert status == (0 if told["works"] else 1), err
 
 
