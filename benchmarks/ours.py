@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 
+import torch
 from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, family, gathered, row
 from target import Target
 
@@ -22,6 +23,12 @@ def _not_installed(target: Target) -> str | None:
 def _nothing_to_copy(target: Target) -> str | None:
     if not target.accelerated:
         return f"on {target.device.type} it is the plain loader: it loads inside next(), and nothing is copied"
+    return _not_installed(target)
+
+
+def _takes_another_device(target: Target) -> str | None:
+    if not target.accelerated and torch.accelerator.is_available():
+        return f"DataLoaderX takes the accelerator, not {target.device.type}"
     return _not_installed(target)
 
 
@@ -49,6 +56,33 @@ row(
     loads_beside=False,
     missing=_nothing_to_copy,
 )(functools.partial(prefetched, 0))
+
+
+@row(
+    "gpuprefetch-x",
+    "DataLoaderX(rank, ...), built as FastReID builds its own",
+    bound=GATHERED,
+    loads_beside=True,
+    default=False,
+    missing=_takes_another_device,
+)
+def in_place_of_fastreids(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from gpuprefetch import DataLoaderX
+
+    batches = DataLoaderX(
+        target.device.index or 0,
+        dataset=loader.dataset,
+        batch_sampler=loader.batch_sampler,
+        collate_fn=loader.collate_fn,
+        pin_memory=True,
+        prefetch_batches=prefetch_batches,
+    )
+    try:
+        yield batches
+    finally:
+        batches.shutdown()
+
+
 family(
     "gpuprefetch",
     "PrefetchIterator(loader, num_threads={0}), samples on {0} threads",

@@ -178,11 +178,11 @@ def test_which_rows_run_with_which_threads():
         *numbered("workers", 1, 2),
     ]
     everything = names_of("--loaders all --threads 1,2")
-    assert everything[:11] == [
+    assert everything[:12] == [
         *("dataloader", "pinned", "windows-fix", "apex", "background", "fastreid", "thread"),
-        *("gpuprefetch", "gpuprefetch0", "gpuprefetch2", "workers1"),
+        *("gpuprefetch", "gpuprefetch0", "gpuprefetch-x", "gpuprefetch2", "workers1"),
     ]
-    assert everything[11:] == ["workers2", "timm", *numbered("nodes", 1, 2), *numbered("spdl", 1, 2)]
+    assert everything[12:] == ["workers2", "timm", *numbered("nodes", 1, 2), *numbered("spdl", 1, 2)]
 
 
 def test_a_numbered_row_is_made_for_its_number(loader, target):
