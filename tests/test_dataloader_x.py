@@ -101,6 +101,7 @@ def plain(arguments):
 
 
 def assert_equal(got, expected):
+    """Wherever the tensors of the first one are: these tests run on the device, too."""
     assert type(got) is type(expected)
     if isinstance(expected, dict):
         assert list(got) == list(expected)
@@ -108,7 +109,7 @@ def assert_equal(got, expected):
             assert_equal(got[key], expected[key])
     elif isinstance(expected, torch.Tensor):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        assert torch.equal(got, expected)
+        assert torch.equal(got.cpu(), expected)
     else:
         assert got == expected
 
@@ -146,14 +147,15 @@ def test_test_batches_are_those_of_the_plain_loader_in_each_pass(num_workers):
 @windows
 def test_the_rank_first_by_place_or_name_and_then_what_a_dataloader_takes():
     data = Ramp(10)
+    rank = torch.accelerator.device_count() - 1 if torch.accelerator.is_available() else 3
     for loader in (
-        DataLoaderX(3, dataset=data, batch_size=4),
-        DataLoaderX(local_rank=3, dataset=data, batch_size=4),
-        DataLoaderX(batch_size=4, dataset=data, local_rank=3),
-        DataLoaderX(3, data, 4),
-        DataLoaderX(3, data, 4, False, None, None, 1, None, True, False, 5.0, None, None, None),
+        DataLoaderX(rank, dataset=data, batch_size=4),
+        DataLoaderX(local_rank=rank, dataset=data, batch_size=4),
+        DataLoaderX(batch_size=4, dataset=data, local_rank=rank),
+        DataLoaderX(rank, data, 4),
+        DataLoaderX(rank, data, 4, False, None, None, 1, None, True, False, 5.0, None, None, None),
     ):
-        assert loader.local_rank == 3
+        assert loader.local_rank == rank
         assert vals(loader) == [0, 4, 8]
 
 
