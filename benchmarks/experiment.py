@@ -16,16 +16,18 @@ import footprint
 from calibration import Plan
 from epoch import Batch, Epoch, time_epoch
 from footprint import Footprint
-from parts import Parts, ResidentBatches, Transport, time_transport
+from parts import BatchTimes, Parts, ResidentBatches, Transport, TransportTimer
 from rows import Loader, Row
 from target import Target
 from tqdm import tqdm
 
-TRANSPORT, COMPUTE = "load, stage, copy", "compute"
+COMPUTE = "compute"
 FOOTPRINT_STEPS = 26  # of an epoch: more than any queue holds
 STEPS_A_READING = 5  # one takes some milliseconds
 SPEED_SECONDS = 0.25
 PART_NAMES = tuple(field.name for field in dataclasses.fields(Parts))
+TRANSPORT_NAMES = tuple(field.name for field in dataclasses.fields(BatchTimes))
+HOST_NAMES = ("load", "fetch", "stage")
 TOLERANCE = 0.02  # a row may be this much below its bound before that counts as wrong
 
 
@@ -54,7 +56,7 @@ def run(
     sources: dict[str, Iterable[Batch]] = {}
     left_out: list[dict[str, str]] = []
     tqdm.monitor_interval = 0  # its thread would take the GIL now and then
-    progress = tqdm(total=plan.repeats * (len(rows) + 2) + 2 * len(rows), leave=False, unit="cell", disable=None)
+    progress = tqdm(total=plan.repeats * (len(rows) + 1) + 2 * len(rows), leave=False, unit="cell", disable=None)
 
     with ExitStack() as open_rows, progress:
         resident = ResidentBatches(loader, target, plan.steps)
@@ -73,7 +75,7 @@ def run(
                 epochs[row.name] = []
             progress.update()
         rows = [row for row in rows if row.name in epochs]
-        cells = [TRANSPORT, COMPUTE, *epochs]
+        cells = [COMPUTE, *epochs]
         chance = random.Random(seed)
 
         start = time.perf_counter()
@@ -83,23 +85,27 @@ def run(
                 plan.notes.append(f"stopped after {repeat} of {plan.repeats} repeats: they took longer than expected")
                 break
             chance.shuffle(cells)  # so that no row always comes after the same one
-            for cell in cells:
+            timer = TransportTimer(loader, target)
+            # Some batches before each cell, and the rest after the last: where others use the host too it is slow for
+            # seconds, which must not be all that the parts see. Cut at random, as the first after a cell finds cold
+            # caches.
+            cuts = sorted(chance.choices(range(plan.steps + 1), k=len(cells)))
+            for cell, cut in zip(cells, cuts, strict=True):
                 progress.set_description(f"repeat {repeat + 1}/{plan.repeats}: {cell}")
                 gc.collect()
                 target.restore_intra_op_threads()
+                timer.advance(cut - len(timer.times))
                 _bring_to_speed(resident, plan, target)
-                if cell == TRANSPORT:
-                    transports.append(time_transport(loader, target))
-                else:
-                    source = resident if cell == COMPUTE else sources[cell]
-                    epoch = time_epoch(source, plan.steps, plan.step, target, sync_every_step)
-                    (computes if cell == COMPUTE else epochs[cell]).append(epoch)
+                source = resident if cell == COMPUTE else sources[cell]
+                epoch = time_epoch(source, plan.steps, plan.step, target, sync_every_step)
+                (computes if cell == COMPUTE else epochs[cell]).append(epoch)
                 progress.update()
+            target.restore_intra_op_threads()
+            timer.advance(plan.steps - len(timer.times))
+            transports.append(timer.result())
 
-    parts = [
-        Parts(transport.load, transport.fetch, transport.stage, transport.copy, compute.step_seconds)
-        for transport, compute in zip(transports, computes, strict=True)
-    ]
+    parts = [_parts(transport, compute) for transport, compute in zip(transports, computes, strict=True)]
+    least = _least_host_parts(parts, transports)
     names = (
         PART_NAMES if target.accelerated else ("load", "compute")
     )  # on the CPU nothing is staged, copied or gathered
@@ -109,7 +115,7 @@ def run(
         "compute_waited_share": figure([compute.waited_share for compute in computes]),
         "rows": [
             {
-                **_row_result(row, epochs[row.name], _least_host_parts(parts), computes, plan, sync_every_step),
+                **_row_result(row, epochs[row.name], least, computes, plan, sync_every_step),
                 "host_bytes": footprints[row.name].host,
                 "pinned_bytes": footprints[row.name].pinned,
                 "wrong_repeats": [
@@ -123,12 +129,22 @@ def run(
     }
 
 
-def _least_host_parts(parts: list[Parts]) -> list[Parts]:
-    """With the least of all repeats for what the host does: what else runs on a machine can only add to that.
+def _parts(transport: Transport, compute: Epoch) -> Parts:
+    mean = {name: statistics.fmean(getattr(batch, name) for batch in transport.times) for name in TRANSPORT_NAMES}
+    return Parts(**mean, compute=compute.step_seconds)
+
+
+def _least_host_parts(parts: list[Parts], transports: list[Transport]) -> list[Parts]:
+    """With the least that each batch has taken of the host in any repeat: what else runs on a machine can only add to
+    that.
 
     The device's parts stay those of their repeat, since its clock drifts either way.
     """
-    least = {name: min(getattr(part, name) for part in parts) for name in ("load", "fetch", "stage")}
+    of_batches = list(zip(*(transport.times for transport in transports), strict=True))  # each in all repeats
+    least = {
+        name: statistics.fmean(min(getattr(times, name) for times in batch) for batch in of_batches)
+        for name in HOST_NAMES
+    }
     return [dataclasses.replace(part, **least) for part in parts]
 
 

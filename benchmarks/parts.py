@@ -31,60 +31,77 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Transport:
-    """The parts before compute, in seconds a batch, and the checksum of the batches, which the rows must reach too."""
+class BatchTimes:
+    """Seconds that one batch took, part by part."""
 
     load: float
     fetch: float
-    stage: float
-    copy: float
+    stage: float = 0.0
+    copy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The times of an epoch's batches, and their checksum, which the rows must reach too."""
+
+    times: list[BatchTimes]
     checksum: Checksum
 
 
-def time_transport(loader: DataLoader[Batch], target: Target) -> Transport:
-    """Load, stage and copy every batch in turn, and take the time of each. On the CPU nothing is staged or copied."""
-    tally = Tally(target)
-    slots: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    load = stacking = stage = copy = 0.0
-    collate = loader.collate_fn
+class TransportTimer:
+    """Loads, stages and copies the batches of an epoch in turn, and takes the time of each part: `advance` goes on
+    where the last call ended. On the CPU nothing is staged or copied."""
 
-    def timed_collate(samples: Any) -> Any:
-        nonlocal stacking
-        start = time.perf_counter()
-        batch = collate(samples)
-        stacking += time.perf_counter() - start
-        return batch
+    def __init__(self, loader: DataLoader[Batch], target: Target) -> None:
+        self.times: list[BatchTimes] = []
+        self._target = target
+        self._tally = Tally(target)
+        self._slots: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._stacking = 0.0
+        collate = loader.collate_fn
 
-    loader.collate_fn = timed_collate
-    batches = iter(loader)
-    loader.collate_fn = collate  # the iterator has taken the other one
-    batch: Any = None
-    while True:
-        del batch  # freeing it takes as long as a copy, and is no part of making the next one
-        start = time.perf_counter()
-        batch = next(batches, None)
-        loaded = time.perf_counter()
-        if batch is None:
-            break
-        load += loaded - start
-        if not target.accelerated:
-            tally.add(*batch)
-            continue
+        def timed_collate(samples: Any) -> Any:
+            start = time.perf_counter()
+            batch = collate(samples)
+            self._stacking = time.perf_counter() - start
+            return batch
 
-        if slots is None:
-            slots = [(_pinned_like(leaf, target), torch.empty_like(leaf, device=target.device)) for leaf in batch]
-            for leaf, (pinned, _) in zip(batch, slots, strict=True):
+        loader.collate_fn = timed_collate
+        self._batches = iter(loader)
+        loader.collate_fn = collate  # the iterator has taken the other one
+
+    def result(self) -> Transport:
+        return Transport(self.times, self._tally.result())
+
+    def advance(self, batches: int) -> None:
+        """Time up to `batches` more of them."""
+        for _ in range(batches):
+            start = time.perf_counter()
+            batch = next(self._batches, None)
+            load = time.perf_counter() - start
+            if batch is None:
+                return
+            if not self._target.accelerated:
+                self.times.append(BatchTimes(load, fetch=load))
+                self._tally.add(*batch)
+            else:
+                self.times.append(BatchTimes(load, load - self._stacking, *self._stage_and_copy(batch)))
+            del batch  # freeing it takes as long as a copy, and is no part of making the next one
+
+    def _stage_and_copy(self, batch: Batch) -> tuple[float, float]:
+        target = self._target
+        if self._slots is None:
+            self._slots = [(_pinned_like(leaf, target), torch.empty_like(leaf, device=target.device)) for leaf in batch]
+            for leaf, (pinned, _) in zip(batch, self._slots, strict=True):
                 pinned.copy_(leaf)  # first touch of fresh pages is no part of a steady copy
         start = time.perf_counter()
-        for leaf, (pinned, _) in zip(batch, slots, strict=True):
+        for leaf, (pinned, _) in zip(batch, self._slots, strict=True):
             pinned.copy_(leaf)
-        stage += time.perf_counter() - start
-        copy += _time_copy(slots, target)
-        tally.add(slots[0][1], slots[1][1])
+        stage = time.perf_counter() - start
+        copy = _time_copy(self._slots, target)
+        self._tally.add(self._slots[0][1], self._slots[1][1])
         target.synchronize()  # so that the sums do not run into the next batch's times
-    count = tally.batches
-    fetch = load - stacking if target.accelerated else load
-    return Transport(load / count, fetch / count, stage / count, copy / count, tally.result())
+        return stage, copy
 
 
 def _pinned_like(leaf: torch.Tensor, target: Target) -> torch.Tensor:

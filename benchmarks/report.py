@@ -156,7 +156,7 @@ def table(result: dict[str, Any]) -> str:
         "",
         "ms a step: from iter() until the device has done the last step, first batch included; median of the repeats.",
         "x bound: times the bound, below which no step can be: 1 is the best there is; of each repeat, then median.",
-        "bound ms: the host's parts are the least of all repeats, since other work on the machine only adds to them.",
+        "bound ms: of the host's parts the least that each batch took in any repeat: other work only adds to them.",
         *_formulas(result["rows"]),
     ]
     if result["multiples_of_one"]:

@@ -77,7 +77,7 @@ def test_the_bound_is_the_longest_of_what_can_not_overlap(parts, bound):
     assert Row("", "", [], computes=False).bound(parts) == parts.step
 
 
-def test_what_is_over_the_bound_is_of_one_repeat(target):
+def test_what_is_compared_is_of_one_repeat(target):
     class Epoch:
         checksum = type("", (), {"agrees": lambda self, other: True})()
 
@@ -85,8 +85,9 @@ def test_what_is_over_the_bound_is_of_one_repeat(target):
             self.step_seconds = seconds
 
     parts = [Parts(1, 1, 1, 3, 1), Parts(1, 1, 1, 5, 1)]
-    result = row_result(Row("", "", []), [Epoch(4), Epoch(7)], parts, None)
-    assert result["over_bound_ms"]["raw"] == [1000, 2000]
+    result = row_result(Row("", "", []), [Epoch(6), Epoch(8)], [Epoch(9), Epoch(16)], parts, None)
+    assert result["multiple_of_bound"]["raw"] == [2.0, 1.6]
+    assert result["times_as_fast_as_plain"]["raw"] == [1.5, 2.0]
 
 
 def test_parts_are_timed_over_all_batches(target, dataset, monkeypatch):

@@ -19,8 +19,9 @@ import timeline
 import torch
 from calibration import Plan
 from epoch import time_epoch
-from experiment import run
+from experiment import _least_host_parts, _parts, run
 from in_process import Epochs, in_background
+from parts import BatchTimes, Transport, TransportTimer
 from plot import draw
 from steps import Nothing, Wait
 from target import Target
@@ -380,6 +381,30 @@ def test_multiples_of_one():
         [],
     ]
     assert scaling.multiples_of_one([fake_row("workers4", 1.0), fake_row("thread", 2.0)]) == []
+
+
+def test_an_epoch_of_parts_in_portions_is_that_at_once(loader, target):
+    whole, portions = TransportTimer(loader, target), TransportTimer(loader, target)
+    whole.advance(STEPS)
+    for batches in (0, 1, 7, STEPS):  # the last asks for more than are left
+        portions.advance(batches)
+    assert len(whole.result().times) == len(portions.result().times) == STEPS
+    assert portions.result().checksum.agrees(whole.result().checksum)
+    assert whole.result().checksum.agrees(time_epoch(loader, STEPS, Wait(0.0), target, False).checksum)
+
+
+def test_the_parts_of_the_bound_are_the_least_of_each_batch():
+    """Batches that differ keep their mean, and what a slow second added in some repeat is left out."""
+    compute = SimpleNamespace(step_seconds=5.0)
+    transports = [
+        Transport([BatchTimes(1.0, 0.5, 0.1, 0.2), BatchTimes(9.0, 2.5, 0.3, 0.4)], None),
+        Transport([BatchTimes(4.0, 3.5, 0.2, 0.4), BatchTimes(3.0, 2.6, 0.2, 0.6)], None),
+    ]
+    parts = [_parts(transport, compute) for transport in transports]
+    assert [part.load for part in parts] == [5.0, 3.5]
+    for part, copy in zip(_least_host_parts(parts, transports), (0.3, 0.5), strict=True):
+        assert (part.load, part.fetch, part.compute) == (2.0, 1.5, 5.0)
+        assert (part.stage, part.copy) == pytest.approx((0.15, copy))
 
 
 def test_a_row_below_its_bound_says_why(loader, target, plan):
