@@ -28,6 +28,7 @@ BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w -]+) -->\n).*?(<!-- end of figu
 COLUMNS = {  # of README's table: cell and heading
     "memory-kernels": "ready samples, GPU-bound step",
     "memory-resnet50": "ready samples, ResNet-50",
+    "memory-resnet50-sync": "the same, loss read in each step",
     "jpeg-kernels": "JPEG, GPU-bound step",
     "jpeg-resnet50": "JPEG, ResNet-50",
     "python-resnet50": "pure Python, ResNet-50",
