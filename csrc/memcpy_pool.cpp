@@ -10,7 +10,13 @@ namespace gpuprefetch {
 namespace {
 
 void copy_all(const std::vector<MemcpyPool::Copy>& copies) {
-  for (const auto& copy : copies) std::memcpy(copy.to, copy.from, copy.bytes);
+  for (const auto& copy : copies) {
+    if (copy.from == nullptr) {
+      std::memset(copy.to, 0, copy.bytes);
+    } else {
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    }
+  }
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ class MemcpyPool {
  public:
   struct Copy {
     std::byte* to;
-    const std::byte* from;
+    const std::byte* from;  // nullptr: zeros
     std::size_t bytes;
   };
 

@@ -1,7 +1,10 @@
 #include "staged_copy.h"
 
 #include <algorithm>
+#include <array>
 #include <deque>
+
+#include "runs.h"
 
 namespace gpuprefetch {
 namespace {
@@ -16,51 +19,81 @@ struct Fill {
   MemcpyPool::Job job;
 };
 
-// Cuts destinations into runs of at most one piece, in order.
-class Cutter {
+// Walks over one destination, and tells what its bytes are made of.
+class Parts {
  public:
-  Cutter(const std::vector<Destination>& destinations, std::size_t piece_bytes)
-      : destinations_(destinations), piece_bytes_(piece_bytes) {
-    skip_finished();
-  }
+  Parts() = default;
+  explicit Parts(const Destination& destination) : destination_(&destination) {}
 
-  bool empty() const { return destination_ == destinations_.size(); }
-
-  // Describes the next run: where it goes, and which host bytes make it up once they lie in `piece`.
-  void cut(Fill& fill) {
-    const Destination& destination = destinations_[destination_];
-    const std::size_t end = (std::min)(begin_ + piece_bytes_, destination.bytes);
-    fill.to = destination.to + begin_;
-    fill.bytes = end - begin_;
-    while (extent_ < destination.extents.size()) {
-      const Extent& extent = destination.extents[extent_];
-      const std::size_t first = (std::max)(extent.offset, begin_);
-      const std::size_t last = (std::min)(extent.offset + extent.bytes, end);
-      if (first < last) {
-        fill.job.copies.push_back(
-            {fill.piece->data + (first - begin_), extent.from + (first - extent.offset), last - first});
+  // Calls `part(offset, from, bytes)` for all that lies before `end`, in order, from where the last call ended. `from`
+  // is nullptr for zeros.
+  template <typename Part>
+  void take(std::size_t end, Part part) {
+    while (begin_ < end) {
+      const std::vector<Extent>& extents = destination_->extents;
+      const std::size_t first = extent_ < extents.size() ? extents[extent_].offset : end;
+      if (begin_ < first) {
+        const std::size_t gap_end = (std::min)(first, end);
+        part(begin_, static_cast<const std::byte*>(nullptr), gap_end - begin_);
+        begin_ = gap_end;
+        continue;
       }
-      if (extent.offset + extent.bytes > end) break;  // goes on in the next run
-      ++extent_;
+      const Extent& extent = extents[extent_];
+      const std::size_t extent_end = extent.offset + extent.bytes;
+      const std::size_t last = (std::min)(extent_end, end);
+      if (begin_ < last) part(begin_, extent.from + (begin_ - first), last - begin_);
+      begin_ = last;
+      if (begin_ == extent_end) ++extent_;
     }
-    begin_ = end;
-    skip_finished();
   }
 
  private:
-  void skip_finished() {
-    while (!empty() && begin_ == destinations_[destination_].bytes) {
-      ++destination_;
-      begin_ = 0;
-      extent_ = 0;
+  const Destination* destination_ = nullptr;
+  std::size_t begin_ = 0;
+  std::size_t extent_ = 0;
+};
+
+// Cuts destinations into runs, in order.
+class Cutter {
+ public:
+  Cutter(const std::vector<Destination>& destinations, std::size_t piece_bytes)
+      : next_(destinations.begin()), end_(destinations.end()), piece_bytes_(piece_bytes) {
+    for (const auto& destination : destinations) total_ += destination.bytes;
+    open_next();
+  }
+
+  bool empty() const { return next_ == end_; }
+
+  // Describes the next run: where it goes, and which host bytes make it up once they lie in `piece`.
+  void cut(Fill& fill) {
+    const std::size_t begin = begin_;
+    fill.to = next_->to + begin;
+    fill.bytes = (std::min)(run_bytes(done_, total_, piece_bytes_), next_->bytes - begin);
+    begin_ += fill.bytes;
+    done_ += fill.bytes;
+    parts_.take(begin_, [&](std::size_t offset, const std::byte* from, std::size_t bytes) {
+      fill.job.copies.push_back({fill.piece->data + (offset - begin), from, bytes});
+    });
+    if (begin_ == next_->bytes) {
+      ++next_;
+      open_next();
     }
   }
 
-  const std::vector<Destination>& destinations_;
+ private:
+  void open_next() {
+    while (next_ != end_ && next_->bytes == 0) ++next_;
+    begin_ = 0;
+    if (next_ != end_) parts_ = Parts(*next_);
+  }
+
+  std::vector<Destination>::const_iterator next_;
+  const std::vector<Destination>::const_iterator end_;
   const std::size_t piece_bytes_;
-  std::size_t destination_ = 0;
-  std::size_t begin_ = 0;
-  std::size_t extent_ = 0;
+  Parts parts_;            // of *next_
+  std::size_t begin_ = 0;  // in *next_
+  std::size_t done_ = 0;
+  std::size_t total_ = 0;
 };
 
 // The pieces being filled, oldest first. Its end, in whatever way it comes, returns every piece unused.
@@ -119,6 +152,21 @@ void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring,
       filling.start(*piece, cutter);
     }
     filling.submit_oldest(engine);
+  }
+}
+
+void direct_copy(const std::vector<Destination>& destinations, CopyEngine& engine) {
+  static const std::array<std::byte, 512> zeros{};
+  for (const auto& destination : destinations) {
+    Parts(destination).take(destination.bytes, [&](std::size_t offset, const std::byte* from, std::size_t bytes) {
+      if (from != nullptr) {
+        engine.copy(destination.to + offset, from, bytes);
+        return;
+      }
+      for (std::size_t done = 0; done < bytes; done += zeros.size()) {
+        engine.copy(destination.to + offset + done, zeros.data(), (std::min)(zeros.size(), bytes - done));
+      }
+    });
   }
 }
 

@@ -1,4 +1,4 @@
-// One batch from pageable host memory to the device, streamed through the pinned ring. Standard library only.
+// One batch from host memory to the device, as a rule streamed through the pinned ring. Standard library only.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ struct Extent {
   std::size_t bytes;
 };
 
-// A run of device memory and the host bytes it is made of: extents in ascending order, not overlapping. Bytes that no
-// extent covers are left undefined.
+// A stretch of device memory and the host bytes it is made of: extents in ascending order, not overlapping. Bytes that
+// no extent covers become zero, so that nobody gets to see what memory held before.
 struct Destination {
   std::byte* to;
   std::size_t bytes;
@@ -26,8 +26,13 @@ struct Destination {
 };
 
 // Queues the copies of all destinations. At return every source has been read; the copies may still be under way.
-// While one piece is on the bus the pool fills others; pieces are filled independently and submitted in order.
+// Destinations are cut into runs (see runs.h), each filled into a piece. While one is on the bus the pool fills others;
+// they are filled independently and submitted in order.
 // An exception of the engine leaves the ring whole: no piece is lost and no thread still reads a source.
 void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring, MemcpyPool& pool, CopyEngine& engine);
+
+// Queues the copies of all destinations, each extent from where it lies. Pinned sources are read some time before an
+// event recorded afterwards is done.
+void direct_copy(const std::vector<Destination>& destinations, CopyEngine& engine);
 
 }  // namespace gpuprefetch

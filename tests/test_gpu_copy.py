@@ -638,4 +638,4 @@ def test_copies_leave_from_pinned_memory(pinned, noise):
     if not names:
         pytest.skip("the profiler sees no copies on this machine")
     assert {name for name in names if "Pinned" not in name} == set()
-    assert len(names) <= (4 if pinned else 4 * 8), "more copies than pieces"
+    assert len(names) <= (4 if pinned else 4 * 25), "more copies than runs"

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "check.h"
+#include "packing.h"
+#include "runs.h"
 #include "simulated_device.h"
 #include "staged_copy.h"
 
@@ -24,7 +26,7 @@ constexpr std::size_t kLargePiece = 66 << 10;  // large enough for the pool's th
 struct Rig {
   Rig(std::size_t pieces, std::size_t piece_bytes, int threads, Pace pace, std::size_t seed = 1)
       : pieces(pieces),
-        memory(pieces * piece_bytes),
+        memory(pieces * piece_bytes, std::byte{0xEE}),
         device(pace, seed),
         stream(device.make_stream()),
         ring(memory.data(), piece_bytes, device.make_events(static_cast<std::int64_t>(pieces))),
@@ -69,6 +71,14 @@ class Batch {
     add(std::move(destination));
   }
   void add(std::size_t bytes) { add(Sizes{bytes}, Sizes{0}); }
+  // Leaves of these sizes as lay_out() packs them.
+  void add_pack(const Sizes& leaves) {
+    Sizes gaps;
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      gaps.push_back(i == 0 ? 0 : (kLeafAlignment - leaves[i - 1] % kLeafAlignment) % kLeafAlignment);
+    }
+    add(leaves, gaps);
+  }
   void add_gap(std::size_t bytes) { add(Destination{nullptr, bytes, {}}); }
 
   const std::vector<Destination>& destinations() const { return destinations_; }
@@ -84,24 +94,14 @@ class Batch {
     sources_.clear();
   }
 
-  // Whether the device's memory is what a plain copy would have made it, where extents cover it.
-  bool arrived() const {
-    return std::all_of(runs_.begin(), runs_.end(), [this](const Run& run) {
-      return std::memcmp(memory_[run.destination].data() + run.offset, run.expected.data(), run.expected.size()) == 0;
-    });
-  }
+  // Whether the device's memory is what a plain copy would have made it, and zero where no extent covers it.
+  bool arrived() const { return memory_ == expected_; }
 
  private:
-  struct Run {
-    std::size_t destination;
-    std::size_t offset;
-    Bytes expected;
-  };
-
   void add(Destination destination) {
+    expected_.emplace_back(destination.bytes, std::byte{0});
     for (const auto& extent : destination.extents) {
-      if (extent.bytes == 0) continue;
-      runs_.push_back(Run{memory_.size(), extent.offset, Bytes(extent.from, extent.from + extent.bytes)});
+      std::copy_n(extent.from, extent.bytes, expected_.back().data() + extent.offset);
     }
     memory_.emplace_back(destination.bytes, std::byte{0xA5});
     destination.to = memory_.back().data();
@@ -111,7 +111,7 @@ class Batch {
   const std::size_t seed_;
   std::vector<Bytes> sources_;
   std::vector<Bytes> memory_;  // the device's
-  std::vector<Run> runs_;
+  std::vector<Bytes> expected_;
   std::vector<Destination> destinations_;
 };
 
@@ -201,6 +201,91 @@ void sixty_four_samples_gathered() {
   });
 }
 
+// Whatever the ring held before, and whether a piece holds many leaves or a leaf many pieces.
+void packs_of_one_and_many_leaves() {
+  on_every_rig([](Rig& rig) {
+    std::vector<Batch> batches;
+    for (const Sizes& leaves : {Sizes{1}, Sizes(64, 4096), Sizes(200, 1), Sizes(3, 0), Sizes{8, 0, 513, 512, 0, 7}}) {
+      batches.emplace_back(batches.size());
+      batches.back().add_pack(leaves);
+    }
+    batches.emplace_back(batches.size());
+    batches.back().add_pack(Sizes(20, 5000));
+    batches.back().add(3 * rig.ring.piece_bytes() + 1);
+    batches.back().add_pack(Sizes(100, 24));
+    copy_and_check(rig, batches);
+  });
+}
+
+// A pack is one copy, if a run can hold it.
+class Counting : public CopyEngine {
+ public:
+  explicit Counting(CopyEngine& engine) : engine_(engine) {}
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    lengths.push_back(bytes);
+    engine_.copy(to, from, bytes);
+  }
+  void record(Event event) override { engine_.record(event); }
+  bool query(Event event) override { return engine_.query(event); }
+  void synchronize(Event event) override { engine_.synchronize(event); }
+
+  Sizes lengths;
+
+ private:
+  CopyEngine& engine_;
+};
+
+void a_pack_is_one_copy() {
+  Rig rig(2, kLeastRun, 2, Pace::kRandom);
+  Batch batch(1);
+  batch.add_pack(Sizes(64, 4000));
+  batch.add_pack(Sizes(3, 8));
+  Counting engine(rig.stream);
+  batch.copy(rig.ring, rig.pool, engine);
+  rig.check_whole();
+  CHECK(batch.arrived());
+  CHECK(engine.lengths == (Sizes{63 * 4096 + 4000, 2 * 512 + 8}));
+}
+
+// The share is one of the whole batch, not of a destination.
+void runs_grow_and_shrink_over_a_batch() {
+  for (int threads : {0, 2}) {
+    Rig rig(3, 2 * kLeastRun, threads, Pace::kRandom);
+    Batch batch(1);
+    batch.add(6 * kLeastRun);
+    batch.add_pack(Sizes(60, 4096));
+    batch.add(12 * kLeastRun + 77);
+    Counting engine(rig.stream);
+    batch.copy(rig.ring, rig.pool, engine);
+    rig.check_whole();
+    CHECK(batch.arrived());
+    CHECK_EQ(engine.lengths.front(), kLeastRun);
+    CHECK_LE(engine.lengths.back(), kLeastRun);
+    CHECK_EQ(*std::max_element(engine.lengths.begin(), engine.lengths.end()), 2 * kLeastRun);
+    std::size_t done = 0;
+    const std::size_t total = 18 * kLeastRun + 60 * 4096 + 77;
+    for (std::size_t length : engine.lengths) {
+      CHECK_LE(length, run_bytes(done, total, 2 * kLeastRun));
+      done += length;
+    }
+    CHECK_EQ(done, total);
+  }
+}
+
+void without_a_ring_extents_and_gaps_are_copied_one_by_one() {
+  for (Pace pace : {Pace::kRandom, Pace::kLate}) {
+    for (std::size_t seed = 0; seed < 10; ++seed) {
+      current_case = static_cast<std::int64_t>(seed);
+      Rig rig(1, kSmallPiece, 0, pace, seed + 1);
+      Batch batch = random_batch(seed, 2000);
+      batch.add_pack(Sizes{8, 0, 513, 512, 7});
+      direct_copy(batch.destinations(), rig.stream);
+      rig.device.finish();
+      CHECK(batch.arrived());
+    }
+  }
+}
+
 void random_extents_equal_a_plain_copy() {
   std::size_t seed = 0;
   on_every_rig([&seed](Rig& rig) {
@@ -224,7 +309,7 @@ void a_pool_that_has_been_shut_down_still_copies() {
   }
 }
 
-// A batch that fits the ring is queued without any wait, also while the device stands still.
+// A batch of no more runs than pieces is queued without any wait, also while the device stands still.
 void a_batch_that_fits_waits_for_nothing() {
   Rig rig(4, kLargePiece, 2, Pace::kRandom);
   rig.stream.hold();
@@ -351,6 +436,38 @@ void one_call_fails_in_the_middle_of_a_batch() {
   }
 }
 
+// Leaves before the failure may have arrived, those behind it have not; the ring, far smaller than the pack, is whole.
+void one_copy_fails_in_the_middle_of_a_pack() {
+  const Sizes leaves(40, 300);
+  for (std::size_t piece_bytes : {kSmallPiece, std::size_t{4096}}) {
+    const std::size_t copies = (39 * kLeafAlignment + 300 + piece_bytes - 1) / piece_bytes;
+    for (std::size_t pieces : {1, 2}) {
+      for (int threads : {0, 2}) {
+        for (std::size_t k = 0; k < copies; ++k) {
+          current_case = static_cast<std::int64_t>(k);
+          Rig rig(pieces, piece_bytes, threads, Pace::kRandom, k);
+          Batch failing(1);
+          failing.add_pack(leaves);
+          rig.stream.fail_at(Call::kCopy, static_cast<std::int64_t>(k));
+          bool failed = false;
+          try {
+            failing.copy(rig.ring, rig.pool, rig.stream);
+          } catch (const DeviceError&) {
+            failed = true;
+          }
+          CHECK(failed);
+          Batch after(2);
+          after.add_pack(leaves);
+          after.copy(rig.ring, rig.pool, rig.stream);
+          rig.check_whole();
+          CHECK(!failing.arrived());
+          CHECK(after.arrived());
+        }
+      }
+    }
+  }
+}
+
 // A copy that was queued reads its piece, whatever became of the record behind it: the call that fails waits for it.
 void a_failed_record_is_settled() {
   Rig rig(2, kLargePiece, 0, Pace::kRandom);
@@ -463,12 +580,17 @@ int main() {
   RUN(sizes_around_a_piece);
   RUN(many_destinations);
   RUN(sixty_four_samples_gathered);
+  RUN(packs_of_one_and_many_leaves);
+  RUN(a_pack_is_one_copy);
+  RUN(runs_grow_and_shrink_over_a_batch);
+  RUN(without_a_ring_extents_and_gaps_are_copied_one_by_one);
   RUN(random_extents_equal_a_plain_copy);
   RUN(a_pool_that_has_been_shut_down_still_copies);
   RUN(a_batch_that_fits_waits_for_nothing);
   RUN(pieces_are_submitted_in_order);
   RUN(a_piece_reused_too_early_is_noticed);
   RUN(one_call_fails_in_the_middle_of_a_batch);
+  RUN(one_copy_fails_in_the_middle_of_a_pack);
   RUN(a_failed_record_is_settled);
   RUN(batches_stream_at_once_through_a_small_ring);
   RUN(others_go_on_while_one_caller_fails);
