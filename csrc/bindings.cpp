@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "device_copier.h"
+#include "outputs.h"
 
 namespace {
 
@@ -83,6 +84,15 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
 
   m.def("is_plain", &is_plain, py::arg("tensor"));
   m.def("can_gather", &can_gather, py::arg("samples"));
+  // For the tests, which look at it on the CPU: what put() would copy to.
+  m.def(
+      "allocate",
+      [](const std::vector<at::Tensor>& tensors, const std::vector<std::vector<at::Tensor>>& stacks,
+         c10::Device device) {
+        const Sources sources{tensors, stacks};
+        return allocate(sources, lay_out(sources), device).tensors;
+      },
+      py::arg("tensors"), py::arg("stacks"), py::arg("device"));
   m.def("shutdown", [] { pool().shutdown(); }, release_gil());
 
   py::class_<DeviceCopier, std::shared_ptr<DeviceCopier>>(m, "DeviceCopier")

@@ -1,8 +1,6 @@
 #include "device_copier.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
@@ -10,7 +8,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <iterator>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "staged_copy.h"
@@ -65,18 +65,6 @@ std::string mebibytes(std::int64_t bytes) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MiB";
 }
 
-std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
-  std::int64_t bytes = 0;
-  for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
-  return bytes;
-}
-
-std::int64_t bytes_of(const std::vector<std::vector<at::Tensor>>& stacks) {
-  std::int64_t bytes = 0;
-  for (const auto& samples : stacks) bytes += bytes_of(samples);
-  return bytes;
-}
-
 const std::byte* address_of(const at::Tensor& tensor) { return static_cast<const std::byte*>(tensor.const_data_ptr()); }
 
 // Runs a step that calls the driver. Its failure is told with what it was about and what to do.
@@ -98,20 +86,6 @@ at::Tensor dense_like(const at::Tensor& source, const at::Tensor& output) {
   if (source.is_non_overlapping_and_dense() && source.strides() == output.strides()) return source;
   auto dense = at::empty_strided(output.sizes(), output.strides(), source.options());
   return dense.copy_(source);
-}
-
-std::vector<at::Tensor> allocate(const Sources& sources, c10::Device device) {
-  std::vector<at::Tensor> outputs;
-  outputs.reserve(sources.tensors.size() + sources.stacks.size());
-  for (const auto& tensor : sources.tensors) {
-    outputs.push_back(at::empty_like(tensor, tensor.options().device(device), at::MemoryFormat::Preserve));
-  }
-  for (const auto& samples : sources.stacks) {
-    auto sizes = samples.front().sizes().vec();
-    sizes.insert(sizes.begin(), static_cast<std::int64_t>(samples.size()));
-    outputs.push_back(at::empty(sizes, samples.front().options().device(device)));
-  }
-  return outputs;
 }
 
 }  // namespace
@@ -186,22 +160,22 @@ bool Lane::wait_until_due(std::int64_t batch, const std::function<void()>& inter
 std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes,
                                                  bool finish) {
   // Before anything that others share is taken: a consumer that pauses may pause for ever.
-  const std::int64_t bytes = bytes_of(sources.tensors) + bytes_of(sources.stacks);
+  const Layout layout = lay_out(sources);
+  const auto bytes = static_cast<std::int64_t>(layout.bytes());
   if (!wait_for_room(batch, bytes + other_bytes)) return std::nullopt;
 
   const c10::StreamGuard on_copy_stream(copier_->stream_);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const auto subject =
       "batch " + std::to_string(batch) + " (" + mebibytes(bytes) + ") to " + copier_->stream_.device().str();
-  std::vector<at::Tensor> outputs;
+  const auto allocate_all = [&] { return allocate(sources, layout, copier_->stream_.device()); };
+  Outputs outputs;
   try {
     try {
-      outputs =
-          call_driver("allocating memory for " + subject, [&] { return allocate(sources, copier_->stream_.device()); });
+      outputs = call_driver("allocating memory for " + subject, allocate_all);
     } catch (const c10::OutOfMemoryError&) {
       if (!wait_until_due(batch)) return std::nullopt;
-      outputs =
-          call_driver("allocating memory for " + subject, [&] { return allocate(sources, copier_->stream_.device()); });
+      outputs = call_driver("allocating memory for " + subject, allocate_all);
     }
   } catch (const c10::OutOfMemoryError& error) {
     throw OutOfDeviceMemory("no memory to copy " + subject +
@@ -210,8 +184,8 @@ std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const Sourc
                             "memory on the device.");
   }
   hold_back_.took_memory(batch);
-  call_driver("copying " + subject, [&] { copy(sources, outputs, ready(batch), finish); });
-  return outputs;
+  call_driver("copying " + subject, [&] { copy(sources, layout, outputs, ready(batch), finish); });
+  return std::move(outputs.tensors);
 }
 
 void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors) {
@@ -219,45 +193,50 @@ void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors)
   call_driver("handing batch " + std::to_string(batch) + " over", [&] {
     const auto stream = engine.consumer_stream();
     engine.make_wait(stream, ready(batch));
+    std::unordered_set<const void*> kept;  // small leaves share storages, and it is these that the allocator knows
     for (const auto& tensor : tensors) {
-      if (tensor.device() == stream.device()) engine.keep_for(stream, tensor);
+      if (tensor.device() != stream.device()) continue;
+      if (kept.insert(tensor.storage().unsafeGetStorageImpl()).second) engine.keep_for(stream, tensor);
     }
   });
 }
 
-void Lane::copy(const Sources& sources, const std::vector<at::Tensor>& outputs, Event ready, bool finish) {
-  std::vector<at::Tensor> dense;  // keeps what dense_like() made until it has been read
+void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& outputs, Event ready, bool finish) {
   std::vector<Destination> staged, direct;
-  std::unique_lock<std::mutex> lock(copier_->ring_mutex_);
-  const auto add = [&](const at::Tensor& output, std::vector<Extent> extents, bool pinned) {
-    const bool skips_ring = pinned || !copier_->ring_;
-    auto& destinations = skips_ring ? direct : staged;
-    destinations.push_back(
-        Destination{static_cast<std::byte*>(output.mutable_data_ptr()), output.nbytes(), std::move(extents)});
-    finish = finish || skips_ring;  // the bus reads the source itself, some time
-  };
-  auto output = outputs.begin();
+  for (std::size_t i = 0; i < layout.storages.size(); ++i) {
+    staged.push_back(Destination{outputs.storages[i], layout.storages[i].bytes, {}});
+  }
+  std::vector<at::Tensor> dense;  // keeps what dense_like() made until it has been read
+  auto place = layout.places.begin();
   for (const auto& tensor : sources.tensors) {
-    const auto& target = *output++;
-    if (target.nbytes() == 0) continue;
-    dense.push_back(dense_like(tensor, target));
-    add(target, {{address_of(dense.back()), 0, target.nbytes()}}, dense.back().is_pinned());
+    dense.push_back(dense_like(tensor, outputs.tensors[dense.size()]));
+    Destination& destination = staged[place->storage];
+    destination.extents.push_back(Extent{address_of(dense.back()), place->offset, tensor.nbytes()});
+    ++place;
+    // Asked before the ring is taken, for which others wait: the driver answers. A small one is staged in any case, so
+    // nobody has to ask, nor to wait until its copy has run.
+    if (tensor.nbytes() > kSmallLeafBytes && dense.back().is_pinned()) {
+      direct.push_back(std::exchange(destination, {}));
+    }
   }
   for (const auto& samples : sources.stacks) {
-    const auto& target = *output++;
-    const auto bytes = samples.front().nbytes();
-    std::vector<Extent> extents;
-    for (const auto& sample : samples) extents.push_back(Extent{address_of(sample), extents.size() * bytes, bytes});
-    add(target, std::move(extents), /*pinned=*/false);
+    std::size_t offset = place->offset;
+    for (const auto& sample : samples) {
+      staged[place->storage].extents.push_back(Extent{address_of(sample), offset, sample.nbytes()});
+      offset += sample.nbytes();
+    }
+    ++place;
   }
 
   StreamEngine engine(copier_->stream_);
+  std::unique_lock<std::mutex> lock(copier_->ring_mutex_);
+  if (!copier_->ring_) {
+    std::move(staged.begin(), staged.end(), std::back_inserter(direct));
+    staged.clear();
+  }
+  finish = finish || !direct.empty();  // the bus reads the sources themselves, some time
   try {
-    for (const auto& destination : direct) {
-      for (const auto& extent : destination.extents) {
-        engine.copy(destination.to + extent.offset, extent.from, extent.bytes);
-      }
-    }
+    direct_copy(direct, engine);
     if (!staged.empty()) staged_copy(staged, *copier_->ring_, copier_->pool_, engine);
     engine.record(ready);
     engine.flush();

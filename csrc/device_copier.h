@@ -18,6 +18,7 @@
 #include "copy_engine.h"
 #include "hold_back.h"
 #include "memcpy_pool.h"
+#include "outputs.h"
 #include "pinned_ring.h"
 
 namespace gpuprefetch {
@@ -57,12 +58,6 @@ class DeviceCopier {
   std::unique_ptr<PinnedRing> ring_;
 };
 
-// What a batch is copied from: plain tensors, and stacks of samples that can_gather() admits.
-struct Sources {
-  const std::vector<at::Tensor>& tensors;
-  const std::vector<std::vector<at::Tensor>>& stacks;
-};
-
 // The way of one epoch's batches to the device and into the consumer's stream. Batches are numbered from 0 in the
 // order in which they are put and asked for.
 //
@@ -90,11 +85,10 @@ class Lane {
   // `interrupt` is called every 100 ms; what it throws ends the wait.
   bool wait_until_due(std::int64_t batch, const std::function<void()>& interrupt = {});
 
-  // Copier: the device's copies of the tensors, strides as `tensor.to(device)` gives them, and then of the stacks.
-  // `other_bytes` is what the batch takes on the device besides. Sleeps until there is room for the batch. At return
-  // all sources have been read; with `finish`, or where a source did not go through the ring, all copies have run.
-  // Without memory it waits until the batch is due and tries once more (invariant 11). Nothing if stopped. Throws
-  // CopyError.
+  // Copier: the device's copies of the sources, as allocate() makes them. `other_bytes` is what the batch takes on the
+  // device besides. Sleeps until there is room for the batch. At return all sources have been read; with `finish`, or
+  // where a source did not go through the ring, all copies have run. Without memory it waits until the batch is due and
+  // tries once more (invariant 11). Nothing if stopped. Throws CopyError.
   std::optional<std::vector<at::Tensor>> put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes,
                                              bool finish);
 
@@ -110,7 +104,7 @@ class Lane {
   bool overdue() const { return overdue_.load(std::memory_order_relaxed); }
 
  private:
-  void copy(const Sources& sources, const std::vector<at::Tensor>& outputs, Event ready, bool finish);
+  void copy(const Sources& sources, const Layout& layout, const Outputs& outputs, Event ready, bool finish);
   Event ready(std::int64_t batch) const;
 
   const std::shared_ptr<DeviceCopier> copier_;

@@ -37,7 +37,10 @@ def without_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def same() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Asserts that a tensor is what ``tensor.to(device)`` gave: type, metadata, strides and bytes."""
+    """Asserts that a tensor is what ``tensor.to(device)`` gave: type, metadata, strides and bytes.
+
+    Not where in its storage it lies: on a device small tensors share one.
+    """
     return _assert_same
 
 
@@ -97,7 +100,8 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _assert_same_strided(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert (out.shape, out.stride(), out.dtype) == (expected.shape, expected.stride(), expected.dtype)
-    assert out.storage_offset() == expected.storage_offset()
+    if out.storage_offset() != expected.storage_offset():
+        assert out.is_cuda and out.storage_offset() * out.element_size() % 512 == 0, "not aligned as torch's own are"
     assert getattr(out, "names", None) == getattr(expected, "names", None)  # gone in newer versions of torch
     if expected.is_quantized:
         assert out.qscheme() == expected.qscheme()

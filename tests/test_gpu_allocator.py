@@ -56,3 +56,30 @@ def test_batches_are_the_consumers_own(num_threads):
     """
     )
     assert out.strip() == "right", (code, err)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_small_tensors_are_the_consumers_own(num_threads):
+    code, out, err = script(
+        POOL
+        + f"""
+    n = 40
+    low, high = torch.empty(n, device="cuda"), torch.empty(n, device="cuda")
+    loader = [[torch.full((500,), float(i)) for _ in range(10)] for i in range(n)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i, batch in enumerate(PrefetchIterator(loader, "cuda", num_threads={num_threads})):
+            x = batch[i % 10]
+            del batch
+            torch.cuda._sleep(10_000_000)
+            low[i], high[i] = x.amin(), x.amax()
+            del x
+    torch.cuda.synchronize()
+    assert low.tolist() == high.tolist() == [float(i) for i in range(n)], (low.tolist(), high.tolist())
+    print("right", flush=True)
+    import os
+    os._exit(0)  # torch frees what it cached through functions that the interpreter takes down before
+    """
+    )
+    assert out.strip() == "right", (code, err)
