@@ -11,9 +11,9 @@
 
 namespace gpuprefetch {
 
-// A piece goes from the ring to whoever fills it, and back as soon as the copy out of it is queued, with an event that
-// says when its bytes may be overwritten. Copies leave through one stream, so pieces become free in the order in which
-// they came back. All members may be called from any thread.
+// A piece goes from the ring to whoever fills it, and back as soon as the copies out of it are queued, with an event
+// that says when its bytes may be overwritten. Copies leave through one stream, so pieces become free in the order in
+// which they came back. All members may be called from any thread.
 //
 // Who holds pieces must not wait for another one by acquire(): two batches that share the ring would wait for each
 // other. try_acquire() is for that. A wait for a piece then lasts as long as the copy engine needs, never as long as
@@ -39,7 +39,7 @@ class PinnedRing {
   // The next piece if it may be overwritten now, else nullptr.
   Piece* try_acquire(CopyEngine& engine);
 
-  // Gives a piece back: after its copy was queued and its event recorded (in_flight), or unused.
+  // Gives a piece back: after its copies were queued and its event recorded (in_flight), or unused.
   void release(Piece& piece, bool in_flight);
 
   // Sleeps until no copy reads the buffer. Call it with no piece out.

@@ -12,8 +12,13 @@ namespace {
 // Up to this a copy takes no longer than waking a thread: it is done by finish().
 constexpr std::size_t kInlineBytes = 64 << 10;
 
+// Where runs begin in a piece, so that copies are aligned on the host as well.
+constexpr std::size_t kRunAlignment = 512;
+
+// One run.
 struct Fill {
   PinnedRing::Piece* piece;
+  std::byte* from;  // in the piece
   std::byte* to;
   std::size_t bytes;
   MemcpyPool::Job job;
@@ -64,15 +69,18 @@ class Cutter {
 
   bool empty() const { return next_ == end_; }
 
-  // Describes the next run: where it goes, and which host bytes make it up once they lie in `piece`.
+  // Length of the next run.
+  std::size_t bytes() const { return (std::min)(run_bytes(done_, total_, piece_bytes_), next_->bytes - begin_); }
+
+  // Describes the next run: where it goes, and which host bytes make it up once they lie at `fill.from`.
   void cut(Fill& fill) {
     const std::size_t begin = begin_;
     fill.to = next_->to + begin;
-    fill.bytes = (std::min)(run_bytes(done_, total_, piece_bytes_), next_->bytes - begin);
+    fill.bytes = bytes();
     begin_ += fill.bytes;
     done_ += fill.bytes;
     parts_.take(begin_, [&](std::size_t offset, const std::byte* from, std::size_t bytes) {
-      fill.job.copies.push_back({fill.piece->data + (offset - begin), from, bytes});
+      fill.job.copies.push_back({fill.from + (offset - begin), from, bytes});
     });
     if (begin_ == next_->bytes) {
       ++next_;
@@ -96,62 +104,80 @@ class Cutter {
   std::size_t total_ = 0;
 };
 
-// The pieces being filled, oldest first. Its end, in whatever way it comes, returns every piece unused.
+// The runs being filled, oldest first, and their pieces, each of which holds as many runs as fit: however short runs
+// are, a batch takes little more of the ring than its bytes. Its end, in whatever way it comes, returns every piece.
 class Filling {
  public:
-  Filling(PinnedRing& ring, MemcpyPool& pool) : ring_(ring), pool_(pool) {}
+  Filling(PinnedRing& ring, MemcpyPool& pool, CopyEngine& engine) : ring_(ring), pool_(pool), engine_(engine) {}
   Filling(const Filling&) = delete;
   Filling& operator=(const Filling&) = delete;
   ~Filling() {
-    for (auto& fill : fills_) {
-      pool_.cancel(fill.job);
-      ring_.release(*fill.piece, false);
+    for (auto& fill : fills_) pool_.cancel(fill.job);
+    // Only after a failure. Those copies read a piece that is about to be given back.
+    if (queued_) settle(engine_, fills_.front().piece->event);
+    while (!fills_.empty()) {
+      if (is_last_of_piece()) ring_.release(*fills_.front().piece, false);
+      fills_.pop_front();
     }
   }
 
   bool empty() const { return fills_.empty(); }
 
-  void start(PinnedRing::Piece& piece, Cutter& cutter) {
-    fills_.push_back(Fill{&piece, nullptr, 0, {}});  // a deque: the pool keeps the job's address
+  // Whether the newest piece has room for that many bytes more.
+  bool has_room(std::size_t bytes) const { return !empty() && used_ + bytes <= ring_.piece_bytes(); }
+
+  // Puts the next run into `piece`, or behind the newest run where there is none.
+  void start(PinnedRing::Piece* piece, Cutter& cutter) {
+    const std::size_t begin = piece == nullptr ? used_ : 0;
+    if (piece == nullptr) piece = fills_.back().piece;
+    fills_.push_back(Fill{piece, piece->data + begin, nullptr, 0, {}});  // a deque: the pool keeps the job's address
     Fill& fill = fills_.back();
     cutter.cut(fill);
+    used_ = begin + (fill.bytes + kRunAlignment - 1) / kRunAlignment * kRunAlignment;
     if (fill.bytes > kInlineBytes) pool_.start(fill.job);
   }
 
-  void submit_oldest(CopyEngine& engine) {
+  // Call it when the next run, if there is one, has no room in the newest piece.
+  void submit_oldest() {
     Fill& fill = fills_.front();
     pool_.finish(fill.job);
-    try {
-      engine.copy(fill.to, fill.piece->data, fill.bytes);
-      engine.record(fill.piece->event);
-    } catch (...) {
-      // The copy may have been queued all the same, and then reads the piece that is about to be given back.
-      settle(engine, fill.piece->event);
-      throw;
+    queued_ = true;  // perhaps even if it fails
+    engine_.copy(fill.to, fill.from, fill.bytes);
+    if (is_last_of_piece()) {
+      engine_.record(fill.piece->event);
+      queued_ = false;
+      ring_.release(*fill.piece, true);
     }
-    ring_.release(*fill.piece, true);
     fills_.pop_front();
   }
 
  private:
+  bool is_last_of_piece() const { return fills_.size() == 1 || fills_[1].piece != fills_.front().piece; }
+
   PinnedRing& ring_;
   MemcpyPool& pool_;
+  CopyEngine& engine_;
   std::deque<Fill> fills_;
+  std::size_t used_ = 0;  // of the newest piece
+  bool queued_ = false;   // copies out of the oldest piece, with no event behind them yet
 };
 
 }  // namespace
 
 void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring, MemcpyPool& pool, CopyEngine& engine) {
   Cutter cutter(destinations, ring.piece_bytes());
-  Filling filling(ring, pool);
+  Filling filling(ring, pool, engine);
   while (!cutter.empty() || !filling.empty()) {
     while (!cutter.empty()) {
-      // Only empty-handed may one wait for a piece; see PinnedRing.
-      PinnedRing::Piece* piece = filling.empty() ? &ring.acquire(engine) : ring.try_acquire(engine);
-      if (piece == nullptr) break;
-      filling.start(*piece, cutter);
+      PinnedRing::Piece* piece = nullptr;
+      if (!filling.has_room(cutter.bytes())) {
+        // Only empty-handed may one wait for a piece; see PinnedRing.
+        piece = filling.empty() ? &ring.acquire(engine) : ring.try_acquire(engine);
+        if (piece == nullptr) break;
+      }
+      filling.start(piece, cutter);
     }
-    filling.submit_oldest(engine);
+    filling.submit_oldest();
   }
 }
 

@@ -309,7 +309,7 @@ void a_pool_that_has_been_shut_down_still_copies() {
   }
 }
 
-// A batch of no more runs than pieces is queued without any wait, also while the device stands still.
+// A batch that fits the ring is queued without any wait, also while the device stands still.
 void a_batch_that_fits_waits_for_nothing() {
   Rig rig(4, kLargePiece, 2, Pace::kRandom);
   rig.stream.hold();
@@ -319,6 +319,24 @@ void a_batch_that_fits_waits_for_nothing() {
   rig.stream.let_go();
   rig.check_whole();
   CHECK(batch.arrived());
+}
+
+// Nor do short runs make it take more of the ring than its bytes: what is behind it must not wait for the copy engine.
+void runs_share_pieces() {
+  for (int threads : {0, 2}) {
+    Rig rig(3, 8 * kLeastRun, threads, Pace::kRandom);
+    rig.stream.hold();
+    Batch batch(1);
+    batch.add(14 * kLeastRun);
+    batch.copy(rig.ring, rig.pool, rig.stream);
+    Batch small(2);
+    for (int i = 0; i < 40; ++i) small.add(1000);
+    small.copy(rig.ring, rig.pool, rig.stream);
+    rig.stream.let_go();
+    rig.check_whole();
+    CHECK(batch.arrived());
+    CHECK(small.arrived());
+  }
 }
 
 // Passes everything on, and checks that destinations are written from their beginning to their end.
@@ -410,6 +428,8 @@ void one_call_fails_in_the_middle_of_a_batch() {
             before.copy(rig.ring, rig.pool, rig.stream);
             Batch failing(2);
             failing.add(Sizes(5, kLargePiece / 2 + 1), Sizes(5, 0));
+            failing.add(kLargePiece);
+            for (int i = 0; i < 3; ++i) failing.add(1000);  // in one piece, part of which is on its way at a failure
             failing.add(kLargePiece);
             rig.stream.fail_at(call, k);
             bool failed = false;
@@ -587,6 +607,7 @@ int main() {
   RUN(random_extents_equal_a_plain_copy);
   RUN(a_pool_that_has_been_shut_down_still_copies);
   RUN(a_batch_that_fits_waits_for_nothing);
+  RUN(runs_share_pieces);
   RUN(pieces_are_submitted_in_order);
   RUN(a_piece_reused_too_early_is_noticed);
   RUN(one_call_fails_in_the_middle_of_a_batch);
