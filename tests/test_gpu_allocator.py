@@ -69,9 +69,9 @@ def test_small_tensors_are_the_consumers_own(num_threads):
     loader = [[torch.full((500,), float(i)) for _ in range(10)] for i in range(n)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for i, batch in enumerate(PrefetchIterator(loader, "cuda", num_threads={num_threads})):
-            x = batch[i % 10]
-            del batch
+        epoch = iter(PrefetchIterator(loader, "cuda", num_threads={num_threads}))
+        for i in range(n):
+            x = next(epoch)[i % 10]
             torch.cuda._sleep(10_000_000)
             low[i], high[i] = x.amin(), x.amax()
             del x
