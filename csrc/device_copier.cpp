@@ -10,7 +10,6 @@
 
 #include <iterator>
 #include <string>
-#include <unordered_set>
 #include <utility>
 
 #include "staged_copy.h"
@@ -193,10 +192,13 @@ void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors)
   call_driver("handing batch " + std::to_string(batch) + " over", [&] {
     const auto stream = engine.consumer_stream();
     engine.make_wait(stream, ready(batch));
-    std::unordered_set<const void*> kept;  // small leaves share storages, and it is these that the allocator knows
+    // The allocator knows storages, and small leaves beside each other share one. Another call would change nothing.
+    const c10::StorageImpl* kept = nullptr;
     for (const auto& tensor : tensors) {
       if (tensor.device() != stream.device()) continue;
-      if (kept.insert(tensor.storage().unsafeGetStorageImpl()).second) engine.keep_for(stream, tensor);
+      const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+      if (storage != kept) engine.keep_for(stream, tensor);
+      kept = storage;
     }
   });
 }
