@@ -3,6 +3,11 @@
 #include <map>
 
 namespace gpuprefetch {
+namespace {
+
+bool is_small(const Leaf& leaf) { return leaf.bytes > 0 && leaf.bytes <= kSmallLeafBytes; }
+
+}  // namespace
 
 std::size_t Layout::bytes() const {
   std::size_t sum = 0;
@@ -13,10 +18,12 @@ std::size_t Layout::bytes() const {
 Layout lay_out(const std::vector<Leaf>& leaves) {
   Layout layout;
   layout.places.reserve(leaves.size());
+  std::map<int, std::size_t> small_leaves;  // of a dtype
+  for (const auto& leaf : leaves) small_leaves[leaf.dtype] += is_small(leaf) ? 1 : 0;
   std::map<int, std::size_t> open;  // the pack that leaves of a dtype go to
   for (const auto& leaf : leaves) {
-    const bool small = leaf.bytes > 0 && leaf.bytes <= kSmallLeafBytes;
-    const auto pack = small ? open.find(leaf.dtype) : open.end();
+    const bool packed = is_small(leaf) && small_leaves[leaf.dtype] >= kLeastPackedLeaves;
+    const auto pack = packed ? open.find(leaf.dtype) : open.end();
     if (pack != open.end()) {
       Layout::Storage& storage = layout.storages[pack->second];
       const std::size_t offset = (storage.bytes + kLeafAlignment - 1) / kLeafAlignment * kLeafAlignment;
@@ -27,7 +34,7 @@ Layout lay_out(const std::vector<Leaf>& leaves) {
         continue;
       }
     }
-    if (small) open[leaf.dtype] = layout.storages.size();
+    if (packed) open[leaf.dtype] = layout.storages.size();
     layout.places.push_back({layout.storages.size(), 0});
     layout.storages.push_back({leaf.bytes, 1});
   }

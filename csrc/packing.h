@@ -13,6 +13,10 @@ constexpr std::size_t kSmallLeafBytes = 64 << 10;
 // Shared storages ("packs") stay small, since a kept leaf keeps all of its own alive.
 constexpr std::size_t kPackBytes = 256 << 10;
 
+// Fewer small leaves of a dtype than these are left alone: sharing would save little, and what acts on storages (a kept
+// label, resize_, deepcopy) shall find ordinary tensors in ordinary batches.
+constexpr std::size_t kLeastPackedLeaves = 8;
+
 // As torch's own allocations begin.
 constexpr std::size_t kLeafAlignment = 512;
 
@@ -37,7 +41,8 @@ struct Layout {
   std::size_t bytes() const;
 };
 
-// Small leaves of one dtype go together, in order, as many as fit a pack; all others, empty ones too, alone.
+// Small leaves of a dtype that has enough of them go together, in order, as many as fit a pack; all others, empty ones
+// too, alone.
 Layout lay_out(const std::vector<Leaf>& leaves);
 
 }  // namespace gpuprefetch

@@ -22,6 +22,7 @@ MIB = 1 << 20
 ALIGNMENT = 512
 SMALL = 64 << 10
 PACK = 256 << 10
+LEAST = 8  # of a dtype: fewer are left alone
 
 
 def passed_on(batches):
@@ -128,6 +129,13 @@ def test_two_hundred_tensors(threads, noise):
     assert len(storages(out)) == 4 and max(size for _, size in storages(out)) <= PACK
 
 
+def test_the_few_tensors_of_an_ordinary_batch_share_nothing(noise):
+    sources = [noise[: 8 * MIB], *(noise[i * 1000 :][:40] for i in range(LEAST - 1)), torch.tensor([1, 2])]
+    for x, source in zip(delivered(sources), sources, strict=True):
+        assert torch.equal(x, source.cuda())
+        assert x.storage_offset() == 0 and x.untyped_storage().nbytes() == source.nbytes
+
+
 def test_a_pack_is_one_copy(noise):
     from torch.profiler import ProfilerActivity, profile
 
@@ -145,15 +153,16 @@ def test_a_pack_is_one_copy(noise):
 @pytest.mark.parametrize("threads", THREADS)
 def test_small_gathered_samples_are_packed_too(threads):
     def sample(i):
-        return {"a": torch.arange(1024.0) + i, "b": torch.arange(1025.0) - i, "c": torch.full((64, 1024), float(i))}
+        small = {name: torch.arange(1024.0 + n) * n + i for n, name in enumerate("abcdefgh")}
+        return {**small, "large": torch.full((64, 1024), float(i))}
 
     loader = DataLoader([sample(i) for i in range(24)], batch_size=8)
     out = list(PrefetchIterator(loader, "cuda", num_threads=threads))
     for moved, wanted in zip(out, loader, strict=True):
-        assert list(moved) == ["a", "b", "c"]
+        assert list(moved) == [*"abcdefgh", "large"]
         assert all(torch.equal(moved[key], wanted[key].cuda()) for key in wanted)
         assert all(moved[key].stride() == wanted[key].stride() for key in wanted)
-        assert storage(moved["a"]) == storage(moved["b"]) != storage(moved["c"])
+        assert storage(moved["a"]) == storage(moved["b"]) != storage(moved["large"])
 
 
 def test_what_lies_between_is_zero():
@@ -251,7 +260,7 @@ def test_record_stream_of_one_keeps_the_pack(spin):
 def test_a_kept_small_tensor_keeps_no_large_one_alive():
     def batches():
         for i in range(8):
-            yield {"image": torch.zeros(8 * MIB), "label": torch.tensor([i]), **{k: torch.ones(9) for k in "abcdef"}}
+            yield {"image": torch.zeros(8 * MIB), "label": torch.tensor([i]), **{k: torch.ones(9) for k in "abcdefgh"}}
 
     gc.collect()
     torch.cuda.synchronize()
@@ -312,7 +321,7 @@ def test_epochs_that_share_one_small_ring(noise):
 
 
 def test_work_in_place_disturbs_neither_the_others_nor_their_autograd():
-    a, b, c = delivered([torch.full((5,), float(i)) for i in range(3)])
+    a, b, c, *_ = delivered([torch.full((5,), float(i)) for i in range(LEAST)])
     assert storage(a) == storage(b) == storage(c)
     versions = [x._version for x in (a, b, c)]
     weight = torch.ones(5, device="cuda", requires_grad=True)
@@ -330,7 +339,7 @@ def test_work_in_place_disturbs_neither_the_others_nor_their_autograd():
 
 def test_one_that_would_outgrow_the_pack_is_an_error():
     """It would lie over the others. torch has changed its sizes by then, so nobody may look at it afterwards."""
-    a, b, c = delivered([torch.full((5,), float(i)) for i in range(3)])
+    a, b, c, *_ = delivered([torch.full((5,), float(i)) for i in range(LEAST)])
     b.clone().resize_(MIB).fill_(7)
     assert b.tolist() == [1.0] * 5
     with pytest.raises(RuntimeError, match="not resizable"):

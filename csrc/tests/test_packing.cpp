@@ -50,6 +50,12 @@ Layout sound(const Leaves& leaves) {
   return layout;
 }
 
+// `leaves`, and enough tiny ones of `dtype` behind them for those to be packed.
+Leaves with_company(Leaves leaves, int dtype = 6) {
+  leaves.insert(leaves.end(), kLeastPackedLeaves, {1, dtype});
+  return leaves;
+}
+
 void no_leaves() { CHECK_EQ(sound({}).storages.size(), 0); }
 
 void a_single_leaf_is_ordinary() {
@@ -66,26 +72,38 @@ void two_hundred_leaves_of_four_kibibytes_are_four_packs() {
   CHECK_EQ(layout.bytes(), 200 * 4096);
 }
 
+void few_leaves_are_left_alone() {
+  CHECK_EQ(sound(Leaves(kLeastPackedLeaves - 1, {8, 6})).storages.size(), kLeastPackedLeaves - 1);
+  CHECK_EQ(sound(Leaves(kLeastPackedLeaves, {8, 6})).storages.size(), 1);
+  Leaves leaves(kLeastPackedLeaves - 1, {8, 6});
+  leaves.insert(leaves.end(), 2 * kLeastPackedLeaves, {kSmallLeafBytes + 1, 6});  // these don't count,
+  leaves.insert(leaves.end(), 2 * kLeastPackedLeaves, {0, 6});                    // nor these
+  leaves.insert(leaves.end(), kLeastPackedLeaves, {8, 4});                        // nor these, which are a pack
+  CHECK_EQ(sound(leaves).storages.size(), leaves.size() - kLeastPackedLeaves + 1);
+}
+
 void a_pack_is_filled_to_its_last_byte() {
-  CHECK_EQ(sound(Leaves(4, {kSmallLeafBytes, 6})).storages.size(), 1);
-  CHECK_EQ(sound(Leaves(5, {kSmallLeafBytes, 6})).storages.size(), 2);
-  Leaves leaves(3, {kSmallLeafBytes, 6});
+  const std::size_t pack = kPackBytes / kSmallLeafBytes;
+  CHECK_EQ(sound(Leaves(2 * pack, {kSmallLeafBytes, 6})).storages.size(), 2);
+  CHECK_EQ(sound(Leaves(2 * pack + 1, {kSmallLeafBytes, 6})).storages.size(), 3);
+  Leaves leaves(2 * pack - 1, {kSmallLeafBytes, 6});
   leaves.push_back({kSmallLeafBytes - kLeafAlignment, 6});
   leaves.push_back({kLeafAlignment, 6});
-  CHECK_EQ(sound(leaves).storages.size(), 1);
-  leaves.back().bytes += 1;
   CHECK_EQ(sound(leaves).storages.size(), 2);
+  leaves.back().bytes += 1;
+  CHECK_EQ(sound(leaves).storages.size(), 3);
 }
 
 void large_and_empty_leaves_stay_alone() {
-  const Layout layout = sound({{8, 6}, {kSmallLeafBytes + 1, 6}, {0, 6}, {8, 6}, {0, 6}, {kSmallLeafBytes + 1, 6}});
+  const Layout layout =
+      sound(with_company({{8, 6}, {kSmallLeafBytes + 1, 6}, {0, 6}, {8, 6}, {0, 6}, {kSmallLeafBytes + 1, 6}}));
   CHECK_EQ(layout.storages.size(), 5);
   CHECK_EQ(layout.places[0].storage, layout.places[3].storage);
   CHECK_EQ(layout.places[3].offset, kLeafAlignment);
 }
 
 void each_dtype_has_packs_of_its_own() {
-  const Layout layout = sound({{8, 6}, {8, 4}, {8, 6}, {8, 4}, {8, 0}});
+  const Layout layout = sound(with_company(with_company({{8, 6}, {8, 4}, {8, 6}, {8, 4}, {8, 0}}, 4), 6));
   CHECK_EQ(layout.storages.size(), 3);
   CHECK_EQ(layout.places[0].storage, layout.places[2].storage);
   CHECK_EQ(layout.places[1].storage, layout.places[3].storage);
@@ -101,14 +119,16 @@ void leaves_at_random() {
     for (auto& leaf : leaves) leaf = {below(random, most), static_cast<int>(below(random, 4))};
     const Layout layout = sound(leaves);
     // Two packs of a dtype that would fit into one: at most because the later one was begun by a leaf too large.
-    std::map<int, std::size_t> small, packs;
+    std::map<int, std::size_t> small, packs, count;
     std::set<std::size_t> seen;
     for (std::size_t i = 0; i < leaves.size(); ++i) {
       if (leaves[i].bytes == 0 || leaves[i].bytes > kSmallLeafBytes) continue;
       small[leaves[i].dtype] += leaves[i].bytes + kLeafAlignment;
       packs[leaves[i].dtype] += seen.insert(layout.places[i].storage).second ? 1 : 0;
+      ++count[leaves[i].dtype];
     }
     for (const auto& [dtype, bytes] : small) {
+      if (count[dtype] < kLeastPackedLeaves) continue;
       CHECK_LE(packs[dtype], 1 + bytes / (kPackBytes - kSmallLeafBytes));
     }
   }
@@ -123,6 +143,7 @@ int main() {
   RUN(no_leaves);
   RUN(a_single_leaf_is_ordinary);
   RUN(two_hundred_leaves_of_four_kibibytes_are_four_packs);
+  RUN(few_leaves_are_left_alone);
   RUN(a_pack_is_filled_to_its_last_byte);
   RUN(large_and_empty_leaves_stay_alone);
   RUN(each_dtype_has_packs_of_its_own);
