@@ -40,13 +40,17 @@ class Epoch(abc.ABC):
         self._stopped = False
         self._asked = False  # the lane knows of the batch that is waited for
         self._timed_out = False
-        self._workers: list[_threads.Worker] = []  # the one that fills `ready` comes last
+        self._workers: list[_threads.Worker] = []  # in the order in which they start; the first one fills `ready`
         self._taking = threading.RLock()  # consumers in several threads take turns
 
     def start(self) -> None:
-        """Starts the epoch's threads, if it has any."""
-        for worker in self._workers:
-            worker.start(self.stop)
+        """Starts the epoch's first thread, if it has any."""
+        try:
+            for worker in self._workers[:1]:
+                worker.start(self.stop)
+        except BaseException:
+            self.stop()
+            raise
 
     def take(self) -> Any:
         """The next batch. After the end, an error or stop(): StopIteration."""
@@ -131,7 +135,7 @@ class Epoch(abc.ABC):
                 pass
             if self._stopped:
                 return Record(-1, ended=True)
-            thread = self._workers[-1].thread
+            thread = self._workers[0].thread
             if not thread.is_alive() and self._ready.empty():
                 raise RuntimeError(f"thread {thread.name!r} is gone; was the process forked during an epoch?")
             if self._timeout and time.monotonic() - started > self._timeout:

@@ -8,6 +8,7 @@ With several ``num_threads`` the loader thread does not load itself but waits fo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import sys
@@ -107,7 +108,11 @@ class LoaderThreadEpoch(Epoch):
 
 
 class SampleThreadsEpoch(LoaderThreadEpoch):
-    """num_threads=N: as with one, but the loader's next batch comes from N threads that fetch its samples."""
+    """num_threads=N: as with one, but the loader's next batch comes from N threads that fetch its samples.
+
+    Each thread starts the next one. ``Thread.start()`` waits until the new thread has had the GIL, which those at work
+    may keep for a switch interval each: the consumer would wait for that N times before its first batch.
+    """
 
     _ADVICE = "; several threads share the dataset, and num_threads=1 is one"
 
@@ -123,8 +128,8 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         super().__init__(source, lane, timeout, environment, prefetch_batches)
         self._samples = samples
         self._crashed: BaseException | None = None
-        workers = [_threads.Worker("sample", self._fetch) for _ in range(samples.num_threads)]
-        self._workers = [*workers, *self._workers]
+        places = range(1, samples.num_threads + 1)
+        self._workers += [_threads.Worker("sample", functools.partial(self._fetch, place)) for place in places]
 
     def start(self) -> None:
         for _ in range(self._prefetch_batches):
@@ -145,14 +150,32 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
     def _wait_for_permit(self) -> None:
         pass  # the samples wait for it
 
-    def _fetch(self) -> None:
+    def _run(self) -> None:
+        self._start_after(0)
+        super()._run()
+
+    def _fetch(self, place: int) -> None:
         """A sample thread's work."""
+        self._start_after(place)
         try:
             with self._environment.entered(sharing=self._samples.num_threads):
                 self._samples.work()
         except BaseException as error:  # of the environment: what samples raise belongs to their batch
-            self._crashed = error
-            self._samples.stop()
+            self._crash(error)
+
+    def _start_after(self, place: int) -> None:
+        """Starts the thread after the one at ``place``, which this one is."""
+        if place == self._samples.num_threads or self._stopped:
+            return
+        try:
+            self._workers[place + 1].start(self.stop)
+        except BaseException as error:  # the system has no thread left to give
+            self._crash(error)
+
+    def _crash(self, error: BaseException) -> None:
+        """Ends loading; ``error`` is raised in place of the next batch."""
+        self._crashed = error
+        self._samples.stop()
 
     def _load(self, number: int) -> Record:
         record = super()._load(number)

@@ -46,9 +46,8 @@ class Worker:
         _running[self] = stop
         try:
             self.thread.start()
-        except BaseException:  # Ctrl-C may arrive when the thread runs already
-            stop()
-            if not self.thread.is_alive():
+        except BaseException:
+            if not self.thread.is_alive():  # it may be, where Ctrl-C arrived
                 _running.pop(self, None)
             raise
 
@@ -115,6 +114,7 @@ def _end_all() -> None:
         stop()
     end_by = deadline()
     end(workers, end_by)
+    workers.update(_running)  # one may have started another before it saw that it was stopped
     for worker in workers:
         worker.join(end_by)  # one that was left behind earlier may have come back: it must not outlive the interpreter
     if os.getpid() != _pid:  # a forked child has neither the pool's threads nor the device

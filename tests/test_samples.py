@@ -439,6 +439,50 @@ def test_an_error_of_a_thread_s_beginning_arrives(before, monkeypatch):
 
 
 @windows
+def test_the_consumer_starts_one_thread_and_each_the_next(before, monkeypatch):
+    """It would have to wait until each new one has had the GIL."""
+    starters = []
+    start = threading.Thread.start
+
+    def noted(thread):
+        starters.append((threading.current_thread().name, thread.name))
+        start(thread)
+
+    loader = DataLoader(Ramp(32, hook=Meeting(8)), batch_size=8)
+    p = on_threads(loader, 8)
+    with monkeypatch.context() as changed:
+        changed.setattr(threading.Thread, "start", noted)
+        assert vals(p) == [0, 8, 16, 24]
+    assert len(starters) == 9 and starters[0][0] == threading.current_thread().name
+    assert all(started == starter for (_, started), (starter, _) in itertools.pairwise(starters))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
+@pytest.mark.parametrize("at", [0, 1, 2, 8])
+def test_a_thread_that_does_not_start_is_an_error_and_leaves_none(at, num_threads, before, monkeypatch):
+    """The first one is iter()'s; of the others the batch says so that is waited for, as some may be there already."""
+    started = []
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name.startswith("gpuprefetch-"):
+            started.append(thread.name)
+            if len(started) == at + 1:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    p = on_threads(DataLoader(Ramp(4000), batch_size=2), num_threads)
+    with monkeypatch.context() as changed:
+        changed.setattr(threading.Thread, "start", refused)
+        if at > (num_threads if num_threads > 1 else 0):
+            assert within(30, lambda: len(list(p))) == 2000
+        else:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                within(30, lambda: list(p))
+    assert eventually(lambda: not threads())
+    assert within(30, lambda: len(list(p))) == 2000
+
+
 def test_a_time_out_shows_where_the_samples_are(before):
     gate = Gate(at=3)
     with gate:
@@ -460,7 +504,7 @@ def test_threads_end_with_their_epoch(how, before):
     p = on_threads(DataLoader(Ramp(1000), batch_size=2))
     it = iter(p)
     next(it)
-    assert len(threads()) == 5
+    assert eventually(lambda: len(threads()) == 5)
     if how == "close":
         it.close()
         assert not threads()
