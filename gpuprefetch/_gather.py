@@ -43,20 +43,31 @@ def gathering(collate: Callable[[Any], Any], can_gather: Callable[[list[torch.Te
         functions = _utils.collate.default_collate_fn_map
         if functions.get(torch.Tensor) is not _stack or type(samples) is not list or not samples:
             return collate(samples)
-        if not _is_simple(samples[0], functions):
+        if not _is_simple(samples[0], _registered(functions)):
             return collate(samples)
         return _utils.collate.collate(samples, collate_fn_map={**functions, torch.Tensor: stack_or_gather})
 
     return collate_or_gather
 
 
-def _is_simple(sample: Any, functions: dict[Any, Any]) -> bool:
-    """True if collating such samples makes no object of a class that might look at what it is given."""
+def _registered(functions: dict[Any, Any]) -> tuple[Any, ...]:
+    """The types for which a collate function of the user's is registered. It may call ``collate`` with the map that it
+    is given, and must find tensors then."""
+    return tuple(
+        kind for kind, function in functions.items() if getattr(function, "__module__", None) != _utils.collate.__name__
+    )
+
+
+def _is_simple(sample: Any, registered: tuple[Any, ...]) -> bool:
+    """True if collating such samples makes no object of a class that might look at what it is given, and calls no
+    function of the user's."""
     kind: Any = type(sample)
+    if isinstance(sample, registered):
+        return False
     if kind is dict:
-        return all(_is_simple(value, functions) for value in sample.values())
+        return all(_is_simple(value, registered) for value in sample.values())
     if kind in (list, tuple) or _is_namedtuple(kind):
-        return kind not in functions and all(_is_simple(value, functions) for value in sample)
+        return all(_is_simple(value, registered) for value in sample)
     return isinstance(sample, (str, bytes)) or not isinstance(sample, (Mapping, Sequence))
 
 

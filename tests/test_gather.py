@@ -90,6 +90,8 @@ SAMPLES = {
     "subclass": (0, lambda i: image(i).as_subclass(Sub)),
     "one of them a subclass": (0, lambda i: image(i).as_subclass(Sub) if i == 2 else image(i)),
     "mixed dtypes": (0, lambda i: image(i).to(torch.float64) if i == 1 else image(i)),
+    "promoted arrays": (0, lambda i: image(i).numpy().astype([np.float16, np.int64, np.float32][i % 3])),
+    "array scalars": (0, lambda i: (np.float32(i), np.array(i), np.bool_(i % 2))),
     "dict subclass": (0, lambda i: Bag(a=image(i))),
     "inside a dict subclass": (0, lambda i: (1, Bag(a=image(i)))),
     "namedtuple that checks": (0, lambda i: Checked(image(i), i)),
@@ -109,6 +111,9 @@ def test_a_gathered_batch_is_the_collated_one(name):
 FAULTS = {
     "ragged": lambda i: torch.ones(2048 + i),
     "no batch": None,
+    "ragged arrays": lambda i: image(0).numpy()[: 1 + i],
+    "ragged, with grad": lambda i: torch.ones(2048 + i, requires_grad=True),
+    "an array of strings": lambda i: np.array(["a"] * 2048),
     "ragged in a dict": lambda i: {"a": image(i), "b": torch.ones(4096, 1 + i % 2)},
     "an object": lambda i: (image(i), object()),
     "other keys": lambda i: {str(i): image(i)},
@@ -148,6 +153,73 @@ def test_registered_collate_functions_stay_in_force(monkeypatch):
     assert gathered([image(i).numpy() for i in range(2)]) == (0, "mine")
     monkeypatch.setitem(functions, torch.Tensor, lambda batch, *, collate_fn_map=None: "mine too")
     assert gathered([image(i) for i in range(2)]) == (0, "mine too")
+
+
+class Graph:
+    def __init__(self, x):
+        self.x = x
+
+
+REGISTERED = {
+    "a class": (Graph, lambda batch: [sample.x for sample in batch], lambda i: (Graph(image(i)), image(i))),
+    "arrays": (np.ndarray, lambda batch: list(map(torch.from_numpy, batch)), lambda i: {"a": image(i).numpy()}),
+    "dicts": (dict, lambda batch: [sample["a"] for sample in batch], lambda i: [{"a": image(i)}, 1]),
+    "lists": (list, lambda batch: [sample[0] for sample in batch], lambda i: {"a": [image(i)]}),
+    "a base class": (object, lambda batch: [sample.x for sample in batch], lambda i: Graph(image(i))),
+}
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_registered_function_that_collates_on_its_own_finds_tensors(monkeypatch, name):
+    """It is given the map of functions to go on with, as torch's own do."""
+    kind, parts, make = REGISTERED[name]
+
+    def double(batch, *, collate_fn_map=None):
+        return torch.utils.data._utils.collate.collate(parts(batch), collate_fn_map=collate_fn_map) * 2
+
+    monkeypatch.setitem(torch.utils.data._utils.collate.default_collate_fn_map, kind, double)
+    samples = [make(i) for i in range(3)]
+    stacks, got = gathered(samples)
+    same(got, default_collate(samples))
+    assert stacks == 0
+
+
+def test_a_registration_for_something_else_does_not_keep_samples_from_being_gathered(monkeypatch):
+    monkeypatch.setitem(torch.utils.data._utils.collate.default_collate_fn_map, Graph, lambda batch, **_: batch)
+    assert gathered([image(i) for i in range(3)])[0] == 1
+
+
+def test_grad_flows_back_to_the_samples():
+    weight = torch.ones(2048, requires_grad=True)
+    _, got = gathered([weight * i for i in range(3)])
+    assert got.grad_fn is not None
+    got.sum().backward()
+    assert weight.grad.tolist() == [3.0] * 2048
+
+
+@pytest.fixture
+def warn_always():
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+def test_read_only_arrays_warn_as_with_default_collate(warn_always):
+    samples = [image(i).numpy() for i in range(3)]
+    for sample in samples:
+        sample.flags.writeable = False
+
+    def caught(collate):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            result = collate(samples)
+        return result, [(w.category, str(w.message), w.filename, w.lineno) for w in found]
+
+    (stacks, _), told = caught(gathered)
+    assert stacks == 1
+    assert told == caught(default_collate)[1]
+    assert len(told) == 3 and all("not writable" in message for _, message, *_ in told)
 
 
 @pytest.mark.gpu
