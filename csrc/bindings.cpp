@@ -6,7 +6,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +13,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,9 +25,10 @@ namespace py = pybind11;
 using namespace gpuprefetch;
 using release_gil = py::call_guard<py::gil_scoped_release>;
 
-// Leaked on purpose: threads must not be joined by a static destructor. Python calls shutdown() before it ends.
-MemcpyPool& pool() {
-  static auto* pool = new MemcpyPool((std::clamp)(static_cast<int>(std::thread::hardware_concurrency()) / 2, 1, 8));
+// One for the process, with as many threads as who asks first says. Leaked on purpose: threads must not be joined by a
+// static destructor. Python calls shutdown() before it ends.
+MemcpyPool& pool(int threads) {
+  static auto* pool = new MemcpyPool(threads);
   return *pool;
 }
 
@@ -93,11 +92,13 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
         return allocate(sources, lay_out(sources), device).tensors;
       },
       py::arg("tensors"), py::arg("stacks"), py::arg("device"));
-  m.def("shutdown", [] { pool().shutdown(); }, release_gil());
+  m.def("shutdown", [] { pool(0).shutdown(); }, release_gil());
 
   py::class_<DeviceCopier, std::shared_ptr<DeviceCopier>>(m, "DeviceCopier")
-      .def(py::init([](c10::Stream stream) { return std::make_shared<DeviceCopier>(stream, pool()); }),
-           py::arg("stream"))
+      .def(py::init([](c10::Stream stream, int copy_threads) {
+             return std::make_shared<DeviceCopier>(stream, pool(copy_threads));
+           }),
+           py::arg("stream"), py::arg("copy_threads"))
       .def(
           "set_ring",
           [](DeviceCopier& copier, std::uintptr_t memory, std::size_t piece_bytes,

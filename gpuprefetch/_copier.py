@@ -16,6 +16,7 @@ import torch
 
 from gpuprefetch._environment import relaxed_capture_mode
 from gpuprefetch._extension import extension
+from gpuprefetch._recommended import usable_cpus
 
 if TYPE_CHECKING:
     from gpuprefetch import _C
@@ -24,6 +25,7 @@ DEFAULT_PINNED_BYTES = 64 << 20
 _LEAST_PINNED_BYTES = 1 << 20
 _PIECE_BYTES = 2 << 20
 _LEAST_PIECES = 8
+_MOST_COPY_THREADS = 8
 
 _copiers: dict[torch.device, Copier] = {}
 _lock = threading.RLock()  # re-entrant: a collection may close a Share at any allocation
@@ -40,7 +42,7 @@ class Copier:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self.native: _C.DeviceCopier = extension().DeviceCopier(self.stream)
+        self.native: _C.DeviceCopier = extension().DeviceCopier(self.stream, _copy_threads())
         self._events: list[torch.cuda.Event] = []
         self._shares: dict[int, int] = {}
         self._pinned_bytes: int | None = None
@@ -167,6 +169,11 @@ class Share:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # then the exit hook has given the memory back, and modules may be gone
             self.close()
+
+
+def _copy_threads() -> int:
+    """Half of the CPUs that this process may use, since the other half has a loader and a training loop to run."""
+    return min(max(usable_cpus() // 2, 1), _MOST_COPY_THREADS)
 
 
 def _leak(*things: object) -> None:

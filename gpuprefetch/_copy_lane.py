@@ -13,7 +13,7 @@ import torch
 
 from gpuprefetch import _batch, _unrecorded
 from gpuprefetch._copier import Copier
-from gpuprefetch._environment import relaxed_capture_mode
+from gpuprefetch._environment import one_intra_op_thread, relaxed_capture_mode
 from gpuprefetch._extension import extension
 from gpuprefetch._gather import gathering
 from gpuprefetch._record import Record, Stopped
@@ -80,7 +80,8 @@ class CopyLane:
 
     def copy(self, record: Record) -> None:
         stacks = [stack.samples for stack in record.stacks]
-        outputs = self._native.put(record.number, record.plain, stacks, record.other_bytes, record.finish)
+        with one_intra_op_thread():  # torch makes dense what isn't
+            outputs = self._native.put(record.number, record.plain, stacks, record.other_bytes, record.finish)
         if outputs is None:
             raise Stopped
         if self._native.overdue and not self._warned_overdue:

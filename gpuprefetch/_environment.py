@@ -77,18 +77,32 @@ def _set_intra_op_threads(number: int) -> None:
     """For the current thread alone. What torch.set_num_threads() sets is also taken by each new thread, the user's and
     autograd's among them."""
     if torch.get_num_threads() != number:  # asking makes torch set this thread's first value, if it has none yet
-        _omp_set_num_threads()(number)
+        (_omp_set_num_threads() or torch.set_num_threads)(number)
+
+
+@contextlib.contextmanager
+def one_intra_op_thread() -> Iterator[None]:
+    """For what the current thread, one of ours, copies: the other cores are the training loop's."""
+    before = torch.get_num_threads()
+    if before == 1 or _omp_set_num_threads() is None:  # torch's own call would change other threads, for each batch
+        yield
+        return
+    _set_intra_op_threads(1)
+    try:
+        yield
+    finally:
+        _set_intra_op_threads(before)
 
 
 @functools.cache
-def _omp_set_num_threads() -> Callable[[int], object]:
-    """OpenMP's own, of the library that torch has loaded."""
+def _omp_set_num_threads() -> Callable[[int], object] | None:
+    """OpenMP's own, of the library that torch has loaded; None of a torch that is built without."""
     try:
-        function: Callable[[int], object] = ctypes.CDLL(
-            "libiomp5md" if sys.platform == "win32" else None
-        ).omp_set_num_threads
-    except (OSError, AttributeError):  # a torch that is built without
-        return torch.set_num_threads
+        # It takes less time than to give the GIL away and get it back.
+        library = ctypes.PyDLL("libiomp5md" if sys.platform == "win32" else None)
+        function: Callable[[int], object] = library.omp_set_num_threads
+    except (OSError, AttributeError):
+        return None
     return function
 
 
