@@ -1,13 +1,15 @@
 """How much pinned memory is asked for, and what happens where the system refuses: shown without a device."""
 
+import contextlib
 import sys
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
 
-from gpuprefetch._copier import Copier
+from gpuprefetch._copier import Copier, Share
 
 pytestmark = pytest.mark.windows
 
@@ -82,3 +84,82 @@ def test_a_system_that_refuses_is_one_warning(make_ring, monkeypatch, platform, 
         "no pinned memory for copies to cuda:0 (CUDA error: out of memory): they leave from pageable memory, several "
         f"times slower, unless you {remedy}"
     )
+
+
+class Rings:
+    """The native part: notes the sizes that it is given."""
+
+    def __init__(self):
+        self.now, self.sizes = 0, []
+
+    def set_ring(self, memory, piece_bytes, events):
+        self.now = piece_bytes * len(events)
+        if events:
+            self.sizes.append(self.now)
+
+
+@pytest.fixture
+def copier(monkeypatch):
+    """A copier whose pinned memory is ordinary memory, and counted: ``pinned`` now, and ``most``."""
+    empty = torch.empty
+    copier = Copier.__new__(Copier)
+    copier.pinned = copier.most = 0
+
+    def freed(size):
+        copier.pinned -= size
+
+    def empty_cache():
+        assert copier.pinned == 0, "what is not free yet stays in torch's cache, and pinned"
+
+    def pin(size, *, dtype, device, pin_memory):
+        assert pin_memory and device == "cpu"
+        memory = empty(size, dtype=dtype)
+        copier.pinned += size
+        copier.most = max(copier.most, copier.pinned)
+        weakref.finalize(memory, freed, size)
+        return memory
+
+    monkeypatch.setattr(torch, "empty", pin)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_host_emptyCache", empty_cache, raising=False)
+    copier.device, copier._ring, copier._ring_events, copier._fitting = torch.device("cuda", 0), None, [], False
+    copier._shares, copier._pinned_bytes, copier._events = {}, None, []
+    copier.stream = types.SimpleNamespace(synchronize=lambda: None)
+    copier.take_events = lambda count: [types.SimpleNamespace(cuda_event=n) for n in range(count)]
+    copier.native = Rings()
+    return copier
+
+
+def test_eight_objects_side_by_side_share_one_ring(copier):
+    """Train, validation and test loaders and more: never more pinned than the largest of them may take."""
+    shares = [Share(copier, 64 * MIB) for _ in range(8)]
+    assert copier.native.sizes == [64 * MIB]
+    for share in shares[:-1]:
+        share.close()
+        assert copier.pinned == copier.native.now == 64 * MIB
+    shares[-1].close()
+    shares[-1].close()  # a second close is none of another object's
+    assert copier.pinned == copier.native.now == 0
+    assert copier.most == 64 * MIB
+
+
+def test_the_ring_is_the_largest_of_the_open_objects(copier):
+    """The old one goes before the new one is pinned, so their sum is never needed."""
+    sizes = [4, 16, 8, 64, 64, 2, 32, 1]
+    shares = []
+    for size in sizes:
+        shares.append(Share(copier, size * MIB))
+        assert copier.pinned == copier.native.now == max(sizes[: len(shares)]) * MIB
+    while shares:
+        shares.pop().close()
+        assert copier.pinned == copier.native.now == max(sizes[: len(shares)], default=0) * MIB
+    assert copier.native.sizes == [4 * MIB, 16 * MIB, 64 * MIB, 16 * MIB, 4 * MIB]
+    assert copier.most == 64 * MIB
+
+
+def test_an_object_that_is_collected_gives_its_part_back(copier):
+    large, small = Share(copier, 16 * MIB), Share(copier, 4 * MIB)
+    del large
+    assert copier.pinned == copier.native.now == 4 * MIB
+    del small
+    assert copier.pinned == copier.native.now == 0
