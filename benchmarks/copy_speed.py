@@ -39,7 +39,7 @@ FORMAT = 1  # of --json
 # data, checks and pinning.
 SIZES = "64K,256K,1M,4M,16M,38.5M,64M,256M,1G"
 STEP_BYTES = SAMPLES * WORD_BYTES  # sizes are multiples of it
-PEAK_BYTES = 256 << 20
+PEAK_BYTES = 1 << 30
 
 
 def open_checked(

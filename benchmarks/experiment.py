@@ -218,6 +218,9 @@ def _row_result(
         "bound_ms": figure([value * 1e3 for value in bounds]),
         "multiple_of_bound": multiple,
         "below_bound": multiple["median"] < 1 - TOLERANCE,
+        "multiple_of_compute": figure(
+            [own / compute.step_seconds for own, compute in zip(seconds, computes, strict=True)]
+        ),
         "waited_share": figure([epoch.waited_share for epoch in epochs]),
         "first_batch_ms": figure([epoch.first_batch_seconds * 1e3 for epoch in epochs]),
         "device_bytes_above_model": max(memory) if memory else None,

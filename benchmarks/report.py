@@ -102,6 +102,12 @@ def _verdict(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def _over_compute(rows: list[dict[str, Any]]) -> list[str]:
+    """What each row adds to the step, in a loop that the device bounds."""
+    over = (f"  {row['name']} {row['multiple_of_compute']['median']:.3f}" for row in rows)
+    return ["x compute: ms a step over that of compute in the same repeat, median", *over, ""]
+
+
 def is_apart(row: dict[str, Any], other: dict[str, Any]) -> bool:
     """True if no repeat of the one took as long as any of the other."""
     one, two = row["ms_per_step"], other["ms_per_step"]
@@ -148,6 +154,8 @@ def table(result: dict[str, Any]) -> str:
 
     waits = settings["step"] != "none"  # the device has no work that could wait for a batch
     lines += [*_rows(result["rows"], waits), "", *_multiples(result["multiples_of_one"])]
+    if waits:
+        lines += _over_compute(result["rows"])
     lines += [*(f"note: {note}" for note in notes), *_verdict(result["rows"])]
     width = max([len(row["name"]) for row in result["rows"]] + [len(row["name"]) for row in result["left_out"]] + [0])
     lines += [f"{row['name'].ljust(width)}  {row['description']}" for row in result["rows"]]

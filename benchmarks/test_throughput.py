@@ -444,6 +444,17 @@ def test_two_results_side_by_side(tmp_path, capsys):
     assert "only in one of them: a.json, b.json" in said
 
 
+def test_what_a_row_adds_to_the_step(loader, target, plan):
+    measured = run(plan, [rows.ROWS["dataloader"], rows.ROWS["gpuprefetch"]], loader, target, 2, False)
+    compute = measured["parts_ms"]["compute"]["raw"]
+    for row in measured["rows"]:
+        took = zip(row["ms_per_step"]["raw"], compute, strict=True)
+        assert row["multiple_of_compute"]["raw"] == pytest.approx([own / alone for own, alone in took])
+    lines = report.table(result_of(measured, target)).splitlines()
+    start = lines.index("x compute: ms a step over that of compute in the same repeat, median")
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["dataloader", "gpuprefetch"]
+
+
 def test_a_step_that_does_nothing_leaves_nothing_to_wait_for(loader, target):
     chosen = rows.rows_called("dataloader", []) + rows.rows_called("gpuprefetchN", [2])
     measured = run(Plan(Nothing(), BATCH, STEPS, repeats=2), chosen, loader, target, 2, False)
