@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import threading
 import types
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
@@ -20,6 +21,9 @@ import numpy
 import torch
 
 _TO_IS_OTHERWISE = (torch.nn.Module, numpy.ndarray, torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
+foreign = threading.RLock()
+"""For other libraries' ``to``, one thread at a time: it may keep marks in module state while it copies."""
+
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # told at a glance: lists of numbers can be long
 
 
@@ -70,10 +74,13 @@ def moves_itself(value: Any) -> bool:
 
 def move(value: Any, device: torch.device, **options: Any) -> Any:
     """``value.to(device, **options)``, without the options that the object's own ``to`` does not know."""
+    kind: Any = type(value)
+    if kind is torch.Tensor:
+        return value.to(device, **options)
     if not isinstance(value, torch.Tensor):
-        kind: Any = type(value)
         options = {name: option for name, option in options.items() if _accepts(kind, name)}
-    return value.to(device, **options)
+    with foreign:
+        return value.to(device, **options)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -132,7 +139,8 @@ def _children_of_others(value: Any, skip_keys: Collection[Any]) -> Iterator[tupl
     if isinstance(value, (str, bytes, bytearray, array.array, numpy.ndarray)):
         return
     if isinstance(value, Mapping):
-        for key in value:
+        keys = value.keys()  # a TensorDict gives its rows to whoever iterates over itself
+        for key in keys:
             if not skip_keys or key not in skip_keys:
                 yield key, value[key]
     elif isinstance(value, (list, tuple, MutableSequence)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from gpuprefetch import _C
 
 OVERDUE_SECONDS = 30.0
-
-# Other libraries' `to` may keep marks in module state while it copies.
-_foreign = threading.RLock()
 
 
 class CopyLane:
@@ -114,7 +110,7 @@ class CopyLane:
         stream = torch.cuda.current_stream(self._copier.device)
         if record.loaded is not None:
             stream.wait_event(record.loaded)
-        with _foreign:
+        with _batch.foreign:
             for recorder in record.recorders:
                 recorder.record_stream(stream)
             for key, leaf in record.late.items():
@@ -168,7 +164,7 @@ class CopyLane:
         stream = self._copier.stream
         if record.loaded is not None and any(tensor.is_cuda for tensor in memory):
             stream.wait_event(record.loaded)
-        with _foreign, torch.cuda.stream(stream):
+        with _batch.foreign, torch.cuda.stream(stream):
             moved = _batch.move(_pinned(leaf, memory), self._copier.device, non_blocking=True)
         if not isinstance(leaf, torch.Tensor) and hasattr(moved, "record_stream"):
             record.recorders.append(moved)

@@ -38,6 +38,80 @@ def test_consumers_that_share_an_epoch_take_turns(num_threads):
         assert all(mine == sorted(mine) for mine in got)
 
 
+class Watched:
+    """Moves itself, and waits a moment inside for somebody to come in too."""
+
+    met = threading.Event()
+    _inside = 0
+    _lock = threading.Lock()
+
+    def __init__(self, value):
+        self.value = value
+
+    def to(self, device):
+        with Watched._lock:
+            Watched._inside += 1
+            if Watched._inside > 1:
+                Watched.met.set()
+        Watched.met.wait(0.02)
+        with Watched._lock:
+            Watched._inside -= 1
+        return Watched(torch.full((2,), self.value).to(device))
+
+
+ALL_MOVE = ["meta", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def in_four_threads(run):
+    """What run(0) to run(3) gave, side by side."""
+    results = [None] * 4
+
+    def call(k):
+        results[k] = run(k)
+
+    callers = [threading.Thread(target=call, args=(k,), daemon=True) for k in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+        assert not caller.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("device", ALL_MOVE)
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_objects_move_by_their_own_to_one_thread_at_a_time(num_threads, device):
+    """Other libraries keep marks in module state meanwhile: tensordict did (tensordict#1700)."""
+    Watched.met.clear()
+
+    def run(k):
+        loader = DataLoader([Watched(float(k)) for _ in range(6)], batch_size=None, collate_fn=lambda batch: batch)
+        return [type(batch.value) for batch in PrefetchIterator(loader, device=device, num_threads=num_threads)]
+
+    assert in_four_threads(run) == [[torch.Tensor] * 6] * 4
+    assert not Watched.met.is_set()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensordicts_in_several_threads(device):
+    tensordict = pytest.importorskip("tensordict").TensorDict
+
+    def run(k):
+        batches = [tensordict({"a": torch.full((64, 64), float(i + k))}, batch_size=[64]) for i in range(50)]
+        loader = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+        out = []
+        for batch in PrefetchIterator(loader, device=device):
+            assert type(batch) is tensordict and batch["a"].device.type == device and batch.batch_size == (64,)
+            out.append(batch["a"] if device == "meta" else (int(batch["a"].min()), int(batch["a"].max())))
+        return out
+
+    got = in_four_threads(run)
+    if device == "meta":
+        assert [len(out) for out in got] == [50] * 4
+    else:
+        assert got == [[(i + k, i + k) for i in range(50)] for k in range(4)]
+
+
 def test_a_dataset_that_draws_from_its_own_epoch_gets_an_error(before):
     def hook(i):
         if i == 2:

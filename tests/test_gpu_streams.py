@@ -106,13 +106,21 @@ def test_a_step_in_a_graph_reads_what_was_copied_into_its_input(threads):
 # --- time, with wide limits -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["pageable", "pinned"])
-def test_next_costs_little_when_a_batch_is_ready(source, spin):
+def small_tensors():
+    dtypes = [torch.int64, torch.float32, torch.uint8]
+    return {f"k{i}": torch.full((i % 7 + 1,), i, dtype=dtypes[i % 3]) for i in range(250)}
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("source", ["pageable", "pinned", "250 small ones"])
+def test_next_costs_little_when_a_batch_is_ready(source, threads, spin):
     n = 40
-    sources = [torch.zeros(16 * MIB) for _ in range(4)]
+    make = small_tensors if source == "250 small ones" else lambda: torch.zeros(16 * MIB)
+    sources = [make() for _ in range(4)]
     if source == "pinned":
         sources = [s.pin_memory() for s in sources]
-    epoch = iter(PrefetchIterator(passed_on([sources[i % 4] for i in range(n)]), device="cuda"))
+    batches = passed_on([sources[i % 4] for i in range(n)])
+    epoch = iter(PrefetchIterator(batches, device="cuda", num_threads=threads))
     next(epoch)
     waits = []
     for _ in range(n - 5):

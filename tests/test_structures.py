@@ -722,6 +722,35 @@ def test_a_mapping_with_a_to_of_its_own_moves_itself(device):
     assert {v.device.type for v in out.values()} == {device} and batch["ids"].device.type == "cpu"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_mapping_that_is_iterated_by_rows_moves_itself(device, threads):
+    """As a TensorDict is. What holds its memory is found by its keys."""
+
+    class Rows(collections.UserDict):
+        def __iter__(self):
+            return ({name: column[i] for name, column in self.data.items()} for i in range(3))
+
+        def keys(self):
+            return self.data.keys()
+
+        def to(self, device, non_blocking=False):
+            return made({name: column.to(device, non_blocking=non_blocking) for name, column in self.data.items()})
+
+    def made(columns):
+        rows = Rows()
+        rows.data = columns
+        return rows
+
+    batch = made({"ids": torch.arange(3), "mask": torch.ones(3)})
+    assert [id(tensor) for tensor in _batch.tensors_in(batch)] == [id(column) for column in batch.data.values()]
+    out = deliver(batch, device, num_threads=threads)
+    assert type(out) is Rows and list(out.data) == ["ids", "mask"]
+    assert {column.device.type for column in out.data.values()} == {device}
+    if device != "meta":
+        assert out.data["ids"].tolist() == [0, 1, 2] and out.data["mask"].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("device", MOVING)
 @pytest.mark.parametrize("threads", [0, 1])
 def test_an_error_of_an_objects_to_arrives(device, threads):
