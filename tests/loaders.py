@@ -13,9 +13,6 @@ import time
 import torch
 from torch.utils.data import Dataset
 
-gc.collect()
-gc.freeze()  # what torch has made by now: else each of the collections below takes a tenth of a second
-
 THREADS = [0, 1] if sys.platform == "win32" else [0, 1, 3]
 """The values of ``num_threads``. Under wine each test takes its time; test_samples.py has several threads there too."""
 
