@@ -614,7 +614,6 @@ SHARED = torch.zeros(8)
         (numpy.array([b"x" * 1000, None], dtype=object), 1016, 1100),
         (len, 0, 0),
     ],
-    ids=str,
 )
 def test_how_much_a_sample_takes(sample, low, high):
     cache, _ = cached(lambda i: sample)
@@ -799,7 +798,7 @@ class Stream(IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.parametrize("dataset", [Stream(), 5, None, iter([1])], ids=repr)
+@pytest.mark.parametrize("dataset", [Stream(), 5, None, iter([1])])
 def test_a_dataset_that_is_not_map_style(dataset):
     with pytest.raises(TypeError) as caught:
         CachedDataset(dataset, 5)

@@ -191,7 +191,6 @@ def test_it_says_that_worker_init_fn_is_not_called(fresh_notices):
         ({"shuffle": True, "sampler": SequentialSampler(range(3))}, ValueError, "sampler option is mutually exclusive"),
         ({"num_threads": 4}, TypeError, "unexpected keyword argument 'num_threads'"),
     ],
-    ids=repr,
 )
 def test_wrong_argument(arguments, error, text):
     before = threading.active_count()

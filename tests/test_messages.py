@@ -96,7 +96,7 @@ def test_wrong_argument(name, value, kind, allowed):
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("loader", [5, None, 1.5, object(), PrefetchIterator], ids=repr)
+@pytest.mark.parametrize("loader", [5, None, 1.5, object(), PrefetchIterator])
 def test_wrong_loader(loader):
     with pytest.raises(TypeError) as caught:
         PrefetchIterator(loader, device="cpu")

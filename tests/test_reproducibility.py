@@ -639,7 +639,6 @@ def test_after_an_error_too():
         ({"device": "gpu"}, ValueError, "device must name a torch device, such as 'cuda:0' or 'cpu', not 'gpu'"),
         ({"loader": DataLoader([])}, ValueError, "the loader gives no batch, so there is nothing to compare"),
     ],
-    ids=str,
 )
 def test_wrong_argument(arguments, error, text):
     with pytest.raises(error) as caught:
