@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from loaders import Gate, Ramp, eventually, lists, script, threads, vals, within
+from loaders import Gate, Ramp, eventually, handles, lists, script, threads, vals, within
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, default_collate
 
 from gpuprefetch import PrefetchIterator, _arguments
@@ -20,6 +20,7 @@ from gpuprefetch import PrefetchIterator, _arguments
 windows = pytest.mark.windows  # on some: under wine each takes its time
 
 HAS_NOTES = sys.version_info >= (3, 11)
+NO_GIL = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 @pytest.fixture
@@ -53,6 +54,20 @@ def test_so_many_samples_are_fetched_at_once(num_threads, before):
     n = num_threads * 4
     loader = DataLoader(Ramp(n, hook=Meeting(num_threads)), batch_size=num_threads)
     assert within(30, lambda: vals(on_threads(loader, num_threads))) == list(range(0, n, num_threads))
+
+
+def test_each_thread_has_one_part_of_a_batch(before):
+    """Fewer tasks hand the GIL over less often."""
+    fetched_in, meeting = {}, Meeting(4)
+
+    def hook(i):
+        fetched_in[i] = threading.get_ident()
+        if i % 3 == 0:
+            meeting(i)
+
+    loader = DataLoader(Ramp(10, hook=hook), batch_size=10)
+    assert within(30, lambda: vals(on_threads(loader))) == [0]
+    assert [fetched_in[i] for i in range(10)] == [fetched_in[i - i % 3] for i in range(10)]
 
 
 def test_small_batches_share_the_threads(before):
@@ -275,16 +290,29 @@ def test_pin_memory_of_the_loader_is_its_own_affair(before):
         assert vals(on_threads(loader)) == [0, 2, 4, 6]
 
 
+def held():
+    """What a leak would make more: objects of the package, files, and blocks of memory."""
+    assert eventually(lambda: not threads())
+    ours = sum(type(thing).__module__.startswith("gpuprefetch") for thing in gc.get_objects())
+    return ours, handles(), sys.getallocatedblocks()
+
+
 @windows
 def test_a_thousand_short_epochs(before):
     p = on_threads(DataLoader(Ramp(5), batch_size=2), 8)
     expected = [0, 2, 4]
-    for epoch in range(1000 if sys.platform != "win32" else 100):  # threads start slowly there
+    epochs = 1000 if sys.platform != "win32" else 100  # threads start slowly there
+    for epoch in range(epochs):
         if epoch % 3:
             assert vals(p) == expected
         else:
             assert vals(itertools.islice(p, epoch % 4)) == expected[: epoch % 4]
-    assert eventually(lambda: not threads())
+        if epoch == epochs // 10:
+            early = held()
+    late = held()
+    assert late[:2] == early[:2]
+    if epochs == 1000 and not NO_GIL:  # the first few hundred epochs fill caches; without a GIL threads have their own
+        assert late[2] - early[2] < epochs / 2, "more than a block of memory in two epochs"
 
 
 # --- errors
@@ -399,6 +427,44 @@ def test_after_an_error_no_more_is_loaded(before):
         with pytest.raises(LookupError):
             next(it)
     assert len(fetched) == len(drawn) == 20
+
+
+def test_samples_that_wait_behind_an_error_are_not_loaded(before):
+    fetched, opened = [], threading.Event()
+
+    def hook(i):
+        fetched.append(i)
+        if i == 0:
+            raise LookupError
+        assert opened.wait(20)
+
+    it = iter(on_threads(DataLoader(Ramp(100, hook=hook), batch_size=None), 2, prefetch_batches=20))
+    try:
+        assert eventually(lambda: 0 in fetched and it._epoch._samples._tasks.empty())
+    finally:
+        opened.set()
+    with pytest.raises(LookupError):
+        next(it)
+    assert set(fetched) <= {0, 1}  # the one that failed, and what the other thread was at
+
+
+def test_samples_behind_an_error_in_their_batch_are_not_loaded(before):
+    fetched, both, failed = [], threading.Barrier(2), threading.Event()
+
+    def hook(i):
+        fetched.append(i)
+        if i in (0, 4):  # the first ones of the two threads
+            both.wait(20)
+        if i == 1:
+            raise LookupError
+        assert i == 0 or failed.wait(20)
+
+    it = iter(on_threads(DataLoader(Ramp(8, hook=hook), batch_size=8), 2))
+    assert eventually(lambda: it._epoch._samples._last == 0)
+    failed.set()
+    with pytest.raises(LookupError):
+        next(it)
+    assert sorted(fetched) == [0, 1, 4]
 
 
 def test_a_note_names_the_thread_of_its_own_error(before):
@@ -560,7 +626,7 @@ class Watched(Dataset):
 
 
 @pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    NO_GIL,
     reason="without a GIL, what a thread made and another one dropped is freed when the first one wakes",
 )
 def test_no_batch_is_kept_by_a_thread_that_waits(before):
@@ -606,7 +672,7 @@ def test_a_closed_epoch_that_is_kept_keeps_no_batch(before, without_collection):
 
 def test_stuck_threads_are_one_warning(before):
     gate = Gate(at=-1)
-    everyone = threading.Barrier(4)
+    everyone = threading.Barrier(5)
 
     def hook(i):
         everyone.wait(20)
@@ -614,7 +680,7 @@ def test_stuck_threads_are_one_warning(before):
 
     with gate:
         it = iter(on_threads(DataLoader(Ramp(8, hook=hook), batch_size=8)))
-        assert eventually(lambda: everyone.n_waiting == 0 and len(threads()) == 5)
+        everyone.wait(20)  # until each has been started by the one before
         with pytest.warns(RuntimeWarning, match="not stopped within 2 s, so left behind: threads ") as caught:
             it.close()
         (warning,) = caught
@@ -703,13 +769,20 @@ def test_workers_and_threads_exclude_each_other():
         PrefetchIterator(loader, device="cpu", num_threads=2)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not HAS_NOTES, reason="exceptions have notes since Python 3.11")
+@pytest.mark.skipif(sys.platform != "linux", reason="starts worker processes by fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_cuda_in_a_forked_worker_gets_a_note(before):
-    def hook(i):
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
+    """torch's own error, out of a worker, which brings it as text."""
 
-    with pytest.raises(RuntimeError, match="forked subprocess") as caught:
-        next(iter(PrefetchIterator(DataLoader(Ramp(4, hook=hook)), device="cpu")))
+    def hook(i):
+        torch.cuda._is_in_bad_fork = lambda: True  # in the worker, as after its parent has used CUDA
+        torch.cuda.init()
+
+    loader = DataLoader(Ramp(4, hook=hook), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess") as caught:
+        within(60, lambda: next(iter(PrefetchIterator(loader, device="cpu"))))
     assert any("num_workers=0" in note and "num_threads=N" in note for note in caught.value.__notes__)
 
 
