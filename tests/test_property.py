@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
+import time
 import types
 
 import numpy as np
@@ -230,6 +232,83 @@ def test_skipped_keys_are_the_identical_objects(batch, skipped):
             walk(moved.label, source.label)
 
     walk(out, batch)
+
+
+# --- samples on several threads ---------------------------------------------------------------------------------------
+
+
+class Samples:
+    """Sample i is i. Those in ``failing`` raise, and each takes another time."""
+
+    def __init__(self, n, failing):
+        self.n, self.failing = n, failing
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        time.sleep((7 * i) % 5 * 1e-4)  # load
+        if i in self.failing:
+            raise LookupError(i)
+        return torch.tensor(i)
+
+
+class SamplesOfABatch(Samples):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    dataset: Samples
+    order: list[int]
+    batch_size: int | None
+    drop_last: bool
+    refused: frozenset[int]  # what makes collate raise
+
+    def collate(self, samples):
+        if self.refused.intersection(found := torch.as_tensor(samples).flatten().tolist()):
+            raise ArithmeticError(found)
+        return samples
+
+    def loader(self):
+        return DataLoader(
+            self.dataset, self.batch_size, sampler=self.order, drop_last=self.drop_last, collate_fn=self.collate
+        )
+
+
+@st.composite
+def plans(draw):
+    n = draw(st.integers(1, 30))
+    order = draw(st.permutations(range(n)) | st.lists(st.integers(0, n - 1), max_size=40))
+    raising = st.just(frozenset()) | st.frozensets(st.sampled_from(order or [0]), min_size=1, max_size=3)
+    kind = draw(st.sampled_from([Samples, SamplesOfABatch]))
+    batch_size = draw(st.none() | st.integers(1, 12))
+    return Plan(
+        dataset=kind(n, draw(raising)),
+        order=order,
+        batch_size=batch_size,
+        drop_last=batch_size is not None and draw(st.booleans()),
+        refused=draw(raising),
+    )
+
+
+def drawn(loader):
+    """The batches until the end or an error, and the error."""
+    got, batches = [], iter(loader)
+    try:
+        for batch in batches:
+            got.append(torch.as_tensor(batch).tolist())
+    except (LookupError, ArithmeticError) as error:
+        return got, type(error), error.args
+    return got, None, ()
+
+
+@settings(EXAMPLES, max_examples=100 if sys.platform != "win32" else 20)  # threads start slowly there
+@given(plan=plans(), threads=st.integers(2, 9 if sys.platform != "win32" else 3), ahead=st.integers(1, 6))
+def test_batches_and_errors_of_several_threads_are_the_plain_loaders(plan, threads, ahead):
+    prefetched = PrefetchIterator(plan.loader(), "cpu", num_threads=threads, prefetch_batches=ahead)
+    assert drawn(prefetched) == drawn(plan.loader())
 
 
 # --- which tensors are nothing but their bytes ------------------------------------------------------------------------
