@@ -77,6 +77,18 @@ def _multiples(multiples: list[dict[str, Any]]) -> list[str]:
     return [*(line.rstrip() for line in columns(cells)), ""]
 
 
+def _over_processes(multiples: list[dict[str, Any]]) -> list[str]:
+    """Our rows below each other, those of processes side by side."""
+    if not multiples:
+        return []
+    medians = {(each["name"], each["of"]): f"{each['median']:.2f}" for each in multiples}
+    others = list(dict.fromkeys(other for _, other in medians))
+    cells = [["ms a step over those of", *others]]
+    for name in dict.fromkeys(name for name, _ in medians):
+        cells.append([name, *(medians[name, other] for other in others)])
+    return [*columns(cells), ""]
+
+
 def _verdict(rows: list[dict[str, Any]]) -> list[str]:
     """What a reader wants first: how much faster than the plain loader, and what is faster still."""
 
@@ -156,6 +168,7 @@ def table(result: dict[str, Any]) -> str:
     lines += [*_rows(result["rows"], waits), "", *_multiples(result["multiples_of_one"])]
     if waits:
         lines += _over_compute(result["rows"])
+    lines += _over_processes(result["over_processes"])
     lines += [*(f"note: {note}" for note in notes), *_verdict(result["rows"])]
     width = max([len(row["name"]) for row in result["rows"]] + [len(row["name"]) for row in result["left_out"]] + [0])
     lines += [f"{row['name'].ljust(width)}  {row['description']}" for row in result["rows"]]
@@ -169,6 +182,8 @@ def table(result: dict[str, Any]) -> str:
     ]
     if result["multiples_of_one"]:
         lines.append("threads or processes: samples/s with so many, over those of the row named, which loads with one.")
+    if result["over_processes"]:
+        lines.append("over those of processes: in the same repeat, then median; below 1 the row is the faster.")
     if waits:
         lines += [
             "waited: share of the time in which the device had no step to work on, as the next batch was not there;",

@@ -1,4 +1,5 @@
-"""What more threads or processes bring: the samples a second of a row, as a multiple of those with one."""
+"""What more threads or processes bring: the samples a second of a row, as a multiple of those with one, and what a step
+with threads takes, as a multiple of one with processes."""
 
 from __future__ import annotations
 
@@ -27,4 +28,15 @@ def multiples_of_one(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if (one := row_with_one(name, milliseconds)) is not None:
             raw = [base / value for base, value in zip(milliseconds[one], own, strict=True)]
             made.append({"name": name, "of": one, **figure(raw)})
+    return made
+
+
+def over_processes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each of our rows `of` which row of processes its ms a step are a multiple, and the figure, within a repeat:
+    below 1 it is the faster."""
+    made = []
+    for own in (row for row in rows if row["ours"]):
+        for other in (row for row in rows if split_name(row["name"])[0] == "workers"):
+            pairs = zip(own["ms_per_step"]["raw"], other["ms_per_step"]["raw"], strict=True)
+            made.append({"name": own["name"], "of": other["name"], **figure([one / two for one, two in pairs])})
     return made

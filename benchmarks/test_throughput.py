@@ -84,6 +84,7 @@ def result_of(measured, target, **settings):
         "timelines": [],
         "notes": [],
         "multiples_of_one": scaling.multiples_of_one(measured["rows"]),
+        "over_processes": scaling.over_processes(measured["rows"]),
         **measured,
     }
 
@@ -381,6 +382,33 @@ def test_multiples_of_one():
         [],
     ]
     assert scaling.multiples_of_one([fake_row("workers4", 1.0), fake_row("thread", 2.0)]) == []
+
+
+def test_what_a_step_takes_over_that_with_processes():
+    made = [
+        fake_row("dataloader", 80.0, 100.0, 90.0),
+        fake_row("gpuprefetch", 60.0, 50.0, 40.0),
+        fake_row("gpuprefetch8-nice", 22.0, 10.0, 30.0),
+        fake_row("workers4", 40.0, 20.0, 10.0),
+        fake_row("workers8", 20.0, 10.0, 40.0),
+        fake_row("nodes8", 25.0, 25.0, 25.0),
+    ]
+    for row in made:
+        row["ours"] = row["name"].startswith("gpuprefetch")
+    over = scaling.over_processes(made)
+    assert [(each["name"], each["of"], each["raw"]) for each in over] == [
+        ("gpuprefetch", "workers4", [1.5, 2.5, 4.0]),
+        ("gpuprefetch", "workers8", [3.0, 5.0, 1.0]),
+        ("gpuprefetch8-nice", "workers4", [0.55, 0.5, 3.0]),
+        ("gpuprefetch8-nice", "workers8", [1.1, 1.0, 0.75]),
+    ]
+    assert [line.split() for line in report._over_processes(over)] == [
+        ["ms", "a", "step", "over", "those", "of", "workers4", "workers8"],
+        ["gpuprefetch", "2.50", "3.00"],
+        ["gpuprefetch8-nice", "0.55", "1.00"],
+        [],
+    ]
+    assert scaling.over_processes(made[:3]) == [] and report._over_processes([]) == []
 
 
 def test_an_epoch_of_parts_in_portions_is_that_at_once(loader, target):

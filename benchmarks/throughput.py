@@ -24,7 +24,7 @@ from output import check_files, write_files
 from plot import draw
 from report import comparison, table
 from rows import MOST_THREADS, ROWS, Family, Row, rows_called
-from scaling import multiples_of_one
+from scaling import multiples_of_one, over_processes
 from steps import Wait
 from target import Target, Unusable, describe, find_target
 from timeline import timelines
@@ -192,6 +192,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         },
         **measured,
         "multiples_of_one": multiples_of_one(measured["rows"]),
+        "over_processes": over_processes(measured["rows"]),
         "left_out": left_out,
         "notes": notes,
     }
