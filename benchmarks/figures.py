@@ -7,6 +7,7 @@ python benchmarks/figures.py --check    # exit status 1 where a page does not sa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from report import setting_line
+from rows import split_name
 from target import headline
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/performance.md")
 LANES = ("memory-kernels", "docs/lanes.png")  # the cell whose timeline docs/how-it-works.md shows, and where it goes
 
+BEGIN = "<!-- figures: "
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w -]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 COLUMNS = {  # of README's table: cell and heading
@@ -44,12 +46,25 @@ README_ROWS = {
 }
 
 
+DECODERS = {"opencv": "OpenCV", "torchvision": "torchvision.io", "pil": "PIL"}  # in the order of their tables
+WAYS = {"gpuprefetch": "threads", "workers": "processes"}
+
+
 class Unwritable(Exception):
     """A page and the results do not fit together; the text says where."""
 
 
+def pages() -> list[str]:
+    """Those that have a place for figures."""
+    every = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    return [name for name in every if BEGIN in (ROOT / name).read_text(encoding="utf-8")]
+
+
 def read(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    file = RESULTS / f"{name}.json"
+    if not file.is_file():
+        raise Unwritable(f"there is no {file.name} in benchmarks/results")
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return result
 
 
@@ -131,9 +146,36 @@ def mebibytes(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f}"
 
 
+def threads(step: str) -> str:
+    """docs/choosing-threads.md: samples/s (without a step: `loading`) or ms a step, by decoder and number of threads or
+    processes, and the quotient of both with 8."""
+    found = {label: cells().get(f"threads-{decoder}-{step}") for decoder, label in DECODERS.items()}
+    results = {label: result for label, result in found.items() if result is not None}
+    if not results:
+        raise Unwritable(f"there is no threads-DECODER-{step}.json in benchmarks/results")
+    counts = sorted({split_name(row["name"])[1] for result in results.values() for row in result["rows"]})
+    key, digits = ("samples_per_s", 0) if step == "loading" else ("ms_per_step", 1)
+    lines = [["samples/s" if step == "loading" else "ms a step", "", *map(str, counts), "8 over 8 processes"]]
+    for label, result in results.items():
+        ratios = {(each["name"], each["of"]): f"{each['median']:.2f}" for each in result["over_processes"]}
+        for family, way in WAYS.items():
+            rows = [find(result, family if count == 1 else f"{family}{count}") for count in counts]
+            figures = ["" if row is None else f"{row[key]['median']:.{digits}f}" for row in rows]
+            lines.append([label, way, *figures, ratios.get((f"{family}8", "workers8"), "")])
+    return markdown(lines)
+
+
+def slow_datasets() -> str:
+    """docs/slow-datasets.md: what each way of storing photos gives."""
+    from slow_datasets import table
+
+    return markdown(table(read("slow-datasets")))
+
+
 def machine() -> str:
-    """Where all cells were measured. Raises Unwritable if that is more than one kind of machine."""
-    environments = [result["environment"] for result in cells().values()]
+    """Where all cells were measured, but for those of a Python without the GIL, which is another by itself. Raises
+    Unwritable if that is more than one kind of machine."""
+    environments = [result["environment"] for result in cells().values() if result["environment"].get("gil", True)]
     most = max(environment["cpus_usable"] for environment in environments)  # some cells were given fewer
     kinds = {tuple(headline({**environment, "cpus_usable": most})) for environment in environments}
     described = {(device, software.rsplit(", ", 1)[0]) for device, software in kinds}  # without the kernel's build
@@ -162,6 +204,9 @@ def block(name: str) -> str:
         "calls": calls,
         "machine": machine,
         "rows": rows,
+        "threads loading": functools.partial(threads, "loading"),
+        "threads resnet50": functools.partial(threads, "resnet50"),
+        "slow datasets": slow_datasets,
     }
     if name not in writers:
         raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")
@@ -170,7 +215,7 @@ def block(name: str) -> str:
 
 def written(text: str) -> str:
     """The text of a page, its blocks filled."""
-    marks = text.count("<!-- figures: ")
+    marks = text.count(BEGIN)
     filled, found = BLOCK.subn(lambda match: f"{match[1]}{block(match['name'])}\n{match[3]}", text)
     if found != marks:
         raise Unwritable(f"of {marks} blocks of figures {found} have an end")
@@ -188,13 +233,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
-    old = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+    old = {name: (ROOT / name).read_text(encoding="utf-8") for name in pages()}
     try:
         new = {name: written(text) for name, text in old.items()}
     except Unwritable as error:
         print(f"figures.py: {error}", file=sys.stderr)
         return 1
-    changed = [name for name in PAGES if new[name] != old[name]]
+    changed = [name for name in old if new[name] != old[name]]
     if options.check:
         for name in changed:
             print(f"figures.py: {name} does not say what benchmarks/results says", file=sys.stderr)

@@ -144,8 +144,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> list[str]:
-    """The table is Markdown, as docs/slow-datasets.md has it."""
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """A line for each storage, the first one its head."""
     threads = result["settings"]["threads"]
     lines = [["photos are kept as", "KB a photo", "1 thread", f"{threads} threads", "gain"]]
     for storage in result["storages"]:
@@ -154,6 +154,12 @@ def report(result: dict[str, Any]) -> list[str]:
         lines.append(
             [storage["description"], f"{kilobytes:.0f}", f"{one:.0f}", f"{several:.0f}", f"{several / one:.1f}x"]
         )
+    return lines
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """The table is Markdown, as docs/slow-datasets.md has it."""
+    lines = table(result)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["---"] * len(widths))
     return [
