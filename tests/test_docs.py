@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from loaders import Ramp
+from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
@@ -23,3 +25,28 @@ def test_there_is_something_to_look_at():
         ("benchmarks/z.py", ""),
     ]
     assert "docs/windows.md" in PAGES and "::" in (ROOT / "docs/windows.md").read_text(encoding="utf-8")
+
+
+def test_the_loop_that_counts_batches_runs(capsys):
+    page = (ROOT / "docs/choosing-threads.md").read_text(encoding="utf-8")
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "batches a second" in code)
+    exec(code, {"loader": DataLoader(Ramp(20), batch_size=4)})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [[str(number), "threads:"] for number in (1, 2, 4, 8)]
+    assert all(float(line.split()[2]) > 0 for line in lines)
+
+
+LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([\w-]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.M)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for file, part in LINK.findall(re.sub(r"```.*?```", "", text, flags=re.S)):
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), f"{page} links to {file}"
+        if part:
+            named = HEADING.findall(target.read_text(encoding="utf-8"))
+            parts = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in named]
+            assert part in parts, f"{page}: there is no {part} in {file}"

@@ -76,6 +76,26 @@ def test_small_batches_share_the_threads(before):
     assert within(30, lambda: vals(on_threads(loader, 4, prefetch_batches=4))) == list(range(12))
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_batches_of_one_call_keep_as_many_threads_busy_as_are_ahead(ahead, before):
+    meeting, lock, inside, most = Meeting(ahead), threading.Lock(), 0, 0
+
+    class Data(Ramp):
+        def __getitems__(self, indices):
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            meeting(0)
+            with lock:
+                inside -= 1
+            return [self[i] for i in indices]
+
+    loader = DataLoader(Data(24), batch_size=2)
+    assert within(30, lambda: vals(on_threads(loader, 8, prefetch_batches=ahead))) == list(range(0, 24, 2))
+    assert most == ahead
+
+
 def test_batches_are_collated_at_once(before):
     meeting = Meeting(3)
 
