@@ -53,8 +53,14 @@ def gathering(collate: Callable[[Any], Any], can_gather: Callable[[list[torch.Te
 def _registered(functions: dict[Any, Any]) -> tuple[Any, ...]:
     """The types for which a collate function of the user's is registered. It may call ``collate`` with the map that it
     is given, and must find tensors then."""
-    return tuple(
-        kind for kind, function in functions.items() if getattr(function, "__module__", None) != _utils.collate.__name__
+    return tuple(kind for kind, function in functions.items() if not _is_torchs_own(function))
+
+
+def _is_torchs_own(function: Any) -> bool:
+    """By more than its module and name, which ``functools.wraps`` copies."""
+    return (
+        getattr(function, "__module__", None) == _utils.collate.__name__
+        and getattr(_utils.collate, function.__name__, None) is function
     )
 
 

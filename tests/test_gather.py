@@ -1,6 +1,7 @@
 """Samples that the copy gathers: the same batch as ``default_collate`` makes, and its errors where it makes none."""
 
 import collections
+import functools
 import typing
 import warnings
 import weakref
@@ -179,6 +180,21 @@ def test_a_registered_function_that_collates_on_its_own_finds_tensors(monkeypatc
 
     monkeypatch.setitem(torch.utils.data._utils.collate.default_collate_fn_map, kind, double)
     samples = [make(i) for i in range(3)]
+    stacks, got = gathered(samples)
+    same(got, default_collate(samples))
+    assert stacks == 0
+
+
+def test_a_registered_function_that_poses_as_torchs_own_finds_tensors(monkeypatch):
+    """functools.wraps gives it the name and module of the function that it goes on with."""
+    collate = torch.utils.data._utils.collate
+
+    @functools.wraps(collate.collate_numpy_array_fn)
+    def double(batch, *, collate_fn_map=None):
+        return collate.collate_numpy_array_fn(batch, collate_fn_map=collate_fn_map) * 2
+
+    monkeypatch.setitem(collate.default_collate_fn_map, np.ndarray, double)
+    samples = [image(i).numpy() for i in range(3)]
     stacks, got = gathered(samples)
     same(got, default_collate(samples))
     assert stacks == 0
