@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import threading
 import types
 import warnings
@@ -23,6 +24,15 @@ import torch
 _TO_IS_OTHERWISE = (torch.nn.Module, numpy.ndarray, torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 foreign = threading.RLock()
 """For other libraries' ``to``, one thread at a time: it may keep marks in module state while it copies."""
+
+
+def _renew_foreign() -> None:
+    global foreign
+    foreign = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_foreign)  # a thread that a child does not have may hold it
 
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # told at a glance: lists of numbers can be long
 

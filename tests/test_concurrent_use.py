@@ -1,12 +1,13 @@
 """One object used from several threads, or interrupted at an unlucky moment: refused or right, never a hang."""
 
+import os
 import sys
 import sysconfig
 import threading
 
 import pytest
 import torch
-from loaders import THREADS, Ramp, eventually, threads, vals, within
+from loaders import THREADS, Ramp, eventually, script, threads, vals, within
 from torch.utils.data import DataLoader
 
 from gpuprefetch import PrefetchIterator, _threads
@@ -90,6 +91,41 @@ def test_objects_move_by_their_own_to_one_thread_at_a_time(num_threads, device):
 
     assert in_four_threads(run) == [[torch.Tensor] * 6] * 4
     assert not Watched.met.is_set()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_that_is_forked_while_an_object_moves_moves_its_own():
+    code, out, err = script(
+        """
+        import faulthandler
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        inside, opened = threading.Event(), threading.Event()
+
+        class Moves:
+            def __init__(self, hook):
+                self.hook = hook
+            def to(self, device):
+                self.hook()
+                return torch.zeros(2).to(device)
+
+        def hold():
+            inside.set()
+            assert opened.wait(60)
+
+        epoch = iter(PrefetchIterator([Moves(hold)], device="meta"))
+        assert inside.wait(20)
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.dump_traceback_later(20, exit=True)
+            # num_threads=0: a new thread may get the name of the parent's, and so its lock
+            print(len(list(PrefetchIterator([Moves(lambda: None)] * 3, device="meta", num_threads=0))))
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        opened.set()
+        print(len(list(epoch)))
+        """
+    )
+    assert (code, out.split()) == (0, ["3", "1"]), err
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
