@@ -8,7 +8,6 @@ With several ``num_threads`` the loader thread does not load itself but waits fo
 
 from __future__ import annotations
 
-import functools
 import itertools
 import queue
 import sys
@@ -129,7 +128,7 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         self._samples = samples
         self._crashed: BaseException | None = None
         places = range(1, samples.num_threads + 1)
-        self._workers += [_threads.Worker("sample", functools.partial(self._fetch, place)) for place in places]
+        self._workers += [_threads.Worker("sample", self._fetch, place) for place in places]
 
     def start(self) -> None:
         for _ in range(self._prefetch_batches):
@@ -143,6 +142,7 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
     def close(self, deadline: float | None = None) -> None:
         super().close(deadline)
         self._samples.close()
+        self._crashed = None  # of a thread that began when all was loaded
 
     def _permit(self) -> None:
         self._samples.request()
@@ -179,8 +179,9 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
 
     def _load(self, number: int) -> Record:
         record = super()._load(number)
-        crashed, self._crashed = self._crashed, None  # its traceback holds this object
+        crashed = self._crashed
         if crashed is not None:
+            self._crashed = None  # its traceback holds this object. Not before: another thread may set it meanwhile
             record.error = crashed
         return record
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 
 from gpuprefetch import _copier, _extension
@@ -32,12 +33,17 @@ class Worker:
 
     Args:
         name: what the thread does, a part of its name.
-        run: the thread's work. Held by the thread only, since it is a method of the worker's owner.
+        run: the thread's work, a method of the worker's owner. Held weakly until the thread runs: one that never starts
+            would keep both until a collection.
+        arguments: of ``run``.
     """
 
-    def __init__(self, name: str, run: Callable[[], None]) -> None:
+    def __init__(self, name: str, run: Callable[..., None], *arguments: object) -> None:
         self.thread = threading.Thread(
-            target=self._main, args=(run,), name=f"gpuprefetch-{name}-{next(_numbers)}", daemon=True
+            target=_work,
+            args=(weakref.ref(self), weakref.WeakMethod(run), arguments),
+            name=f"gpuprefetch-{name}-{next(_numbers)}",
+            daemon=True,
         )
         self.left_behind = False
 
@@ -51,16 +57,22 @@ class Worker:
                 _running.pop(self, None)
             raise
 
-    def _main(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        finally:
-            _running.pop(self, None)
-
     def join(self, deadline: float) -> None:
         """Waits for the end of the thread, which was told to stop, but not beyond ``deadline``."""
         with contextlib.suppress(RuntimeError):  # not started yet: it will see that it was stopped
             self.thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _work(
+    worker_ref: weakref.ref[Worker], run_ref: weakref.WeakMethod[Callable[..., None]], arguments: tuple[object, ...]
+) -> None:
+    worker, run = worker_ref(), run_ref()
+    try:
+        if run is not None:  # None: the start was interrupted, and all was dropped before the thread ran
+            run(*arguments)
+    finally:
+        if worker is not None:
+            _running.pop(worker, None)
 
 
 def end(workers: Iterable[Worker], deadline: float) -> None:
@@ -90,8 +102,9 @@ def where_they_stand(workers: Iterable[Worker]) -> str:
     frames = sys._current_frames()
     names: dict[str, list[str]] = {}
     for worker in workers:
-        frame = frames.get(worker.thread.ident or -1)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (ended)\n"
+        ident = worker.thread.ident
+        frame = frames.get(ident or -1)
+        stack = "".join(traceback.format_stack(frame)) if frame else f"  ({'ended' if ident else 'not started'})\n"
         names.setdefault(stack, []).append(repr(worker.thread.name))
     return "".join(
         f"thread {of[0]} stands at:\n{stack}" if len(of) == 1 else f"threads {', '.join(of)} stand at:\n{stack}"

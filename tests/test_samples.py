@@ -15,7 +15,9 @@ import torch
 from loaders import Gate, Ramp, eventually, handles, lists, script, threads, vals, within
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, default_collate
 
-from gpuprefetch import PrefetchIterator, _arguments
+from gpuprefetch import PrefetchIterator, _arguments, _threads
+from gpuprefetch._epoch import Epoch
+from gpuprefetch._loader_threads import SampleThreadsEpoch
 
 windows = pytest.mark.windows  # on some: under wine each takes its time
 
@@ -524,6 +526,25 @@ def test_an_error_of_a_thread_s_beginning_arrives(before, monkeypatch):
         within(20, lambda: next(it))
 
 
+def test_an_error_of_a_thread_s_beginning_is_not_lost_while_the_loader_looks_for_one(before, monkeypatch):
+    """Lost, it would be an epoch that ends early without a word."""
+    values = [None]
+    reads = itertools.count()
+
+    def read(epoch):
+        value = values[0]
+        if next(reads) == 2:
+            epoch._crash(OSError("no such device"))  # another thread's, just now
+        return value
+
+    def write(epoch, value):
+        values[0] = value
+
+    monkeypatch.setattr(SampleThreadsEpoch, "_crashed", property(read, write), raising=False)
+    with pytest.raises(OSError, match="no such device"):
+        within(30, lambda: list(on_threads(DataLoader(Ramp(4000), batch_size=1))))
+
+
 @windows
 def test_the_consumer_starts_one_thread_and_each_the_next(before, monkeypatch):
     """It would have to wait until each new one has had the GIL."""
@@ -582,6 +603,11 @@ def test_a_time_out_shows_where_the_samples_are(before):
 
 
 # --- ends
+
+
+def test_a_thread_that_has_not_started_is_said_to_stand_nowhere():
+    worker = _threads.Worker("test", Gate(at=0).__call__)
+    assert _threads.where_they_stand([worker]) == f"thread {worker.thread.name!r} stands at:\n  (not started)\n"
 
 
 @windows
@@ -680,6 +706,50 @@ def test_nothing_of_the_users_waits_for_a_collection(error, before, without_coll
         del it
     assert eventually(lambda: not threads(), collect=False)
     assert eventually(lambda: data.alive() == 0, collect=False)
+
+
+def test_an_epoch_is_freed_whose_threads_did_not_all_start(before, without_collection, monkeypatch):
+    """On a CUDA device it holds a stream, which the next epoch is to use again."""
+    second, ended = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def held_up(thread):
+        if threading.current_thread().name.startswith("gpuprefetch-"):
+            second.set()
+            assert ended.wait(20)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", held_up)
+    it = iter(on_threads(DataLoader(Ramp(64), batch_size=2), 8))
+    epoch = weakref.ref(it._epoch)
+    assert second.wait(20)
+    epoch().stop()
+    ended.set()
+    it.close()
+    del it
+    assert eventually(lambda: epoch() is None, collect=False)
+
+
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_an_epoch_is_freed_whose_first_thread_did_not_start(num_threads, before, without_collection, monkeypatch):
+    made = []
+
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    init = Epoch.__init__
+
+    def noted(epoch, *args):
+        made.append(weakref.ref(epoch))
+        init(epoch, *args)
+
+    monkeypatch.setattr(Epoch, "__init__", noted)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    try:
+        iter(on_threads(DataLoader(Ramp(64), batch_size=2), num_threads))
+    except RuntimeError:
+        pass
+    assert [epoch() for epoch in made] == [None]
 
 
 def test_a_closed_epoch_that_is_kept_keeps_no_batch(before, without_collection):
