@@ -23,6 +23,8 @@ from gpuprefetch import _copier, _extension
 JOIN_SECONDS = 2.0
 """How long a thread that is inside the user's code is waited for."""
 
+_LOOK_SECONDS = 0.05  # at exit: how often threads that were just started are looked for
+
 _pid = os.getpid()
 _numbers = itertools.count(1)
 _running: dict[Worker, Callable[[], None]] = {}  # and how to tell each to stop
@@ -118,18 +120,30 @@ def on_one() -> bool:
     return any(worker.thread is current for worker in list(_running))
 
 
+def _stop_all(end_by: float) -> set[Worker]:
+    """Tells all threads to end, and those that they start before they see it: the next one of their epoch, or a whole
+    epoch that a dataset begins. Waits for them until ``end_by``; the result is all of them."""
+    stopped: set[Worker] = set()
+    while True:
+        begun = {worker: stop for worker, stop in dict(_running).items() if worker not in stopped}
+        for stop in begun.values():
+            stop()
+        stopped.update(begun)
+        # One that was left behind earlier may have come back: it must not outlive the interpreter.
+        alive = [worker for worker in stopped if worker.thread.is_alive()]
+        if time.monotonic() > end_by or not (alive or begun):
+            return stopped
+        for worker in alive[:1]:
+            worker.join(min(end_by, time.monotonic() + _LOOK_SECONDS))
+
+
 @atexit.register
 def _end_all() -> None:
     # Here and not in destructors: those run when the driver and the interpreter may be gone, on Windows under the
     # loader lock.
-    workers = dict(_running)
-    for stop in workers.values():
-        stop()
     end_by = deadline()
+    workers = _stop_all(end_by)
     end(workers, end_by)
-    workers.update(_running)  # one may have started another before it saw that it was stopped
-    for worker in workers:
-        worker.join(end_by)  # one that was left behind earlier may have come back: it must not outlive the interpreter
     if os.getpid() != _pid:  # a forked child has neither the pool's threads nor the device
         return
     try:

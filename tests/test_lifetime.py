@@ -691,6 +691,31 @@ def test_an_interrupted_epoch_has_ended_and_a_new_one_works(before):
     assert eventually(lambda: not threads(since=before))
 
 
+def test_an_epoch_that_a_dataset_begins_while_the_interpreter_ends_is_ended_too():
+    code, out, err = script(
+        """
+        entered = threading.Event()
+
+        def endless():
+            while True:
+                yield torch.zeros(1)
+
+        def hook(i):
+            entered.set()
+            while not epoch._epoch._stopped:
+                time.sleep(0.001)
+            for _ in PrefetchIterator(endless(), device="cpu"):
+                pass
+
+        warnings.simplefilter("ignore")
+        epoch = iter(PrefetchIterator(DataLoader(Ramp(8, hook), batch_size=2), device="cpu", num_threads=2))
+        assert entered.wait(20)
+        warnings.simplefilter("error")
+        """
+    )
+    assert (code, out, err) == (0, "", "")
+
+
 # --- a forked child
 
 
