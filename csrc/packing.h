@@ -8,17 +8,17 @@ namespace gpuprefetch {
 
 // Leaves of up to this size share storages: each on its own would cost a run through the ring, a call of the driver and
 // one of the allocator.
-constexpr std::size_t kSmallLeafBytes = 64 << 10;
+inline constexpr std::size_t kSmallLeafBytes = 64 << 10;
 
 // Shared storages ("packs") stay small, since a kept leaf keeps all of its own alive.
-constexpr std::size_t kPackBytes = 256 << 10;
+inline constexpr std::size_t kPackBytes = 256 << 10;
 
 // Fewer small leaves of a dtype than these are left alone: sharing would save little, and what acts on storages (a kept
 // label, resize_, deepcopy) shall find ordinary tensors in ordinary batches.
-constexpr std::size_t kLeastPackedLeaves = 8;
+inline constexpr std::size_t kLeastPackedLeaves = 8;
 
 // As torch's own allocations begin.
-constexpr std::size_t kLeafAlignment = 512;
+inline constexpr std::size_t kLeafAlignment = 512;
 
 struct Leaf {
   std::size_t bytes;

@@ -7,9 +7,9 @@
 namespace gpuprefetch {
 
 // Each run costs the same calls, however short it is.
-constexpr std::size_t kLeastRun = 256 << 10;
-constexpr std::size_t kRunShare = 4;
-constexpr std::size_t kRunStep = 4 << 10;  // so that copies begin at whole pages of their destination
+inline constexpr std::size_t kLeastRun = 256 << 10;
+inline constexpr std::size_t kRunShare = 4;
+inline constexpr std::size_t kRunStep = 4 << 10;  // so that copies begin at whole pages of their destination
 
 // Length of the run that begins behind `done` of a batch's `total` bytes: a share of what lies on the nearer side of
 // it. With equal runs all threads of the pool would end their first one together, and the bus would have nothing to do
