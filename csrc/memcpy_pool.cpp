@@ -1,22 +1,69 @@
 #include "memcpy_pool.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <system_error>
 
 #include "platform.h"
 
+#if defined(__SSE2__) || defined(_M_X64)
+#include <emmintrin.h>
+#define GPUPREFETCH_STREAMS
+#endif
+
 namespace gpuprefetch {
 namespace {
+
+// Shorter ones, of which a pack has many, are soon overtaken by what begins and ends a stream.
+constexpr std::size_t kLeastStreamed = 4 << 10;
+constexpr std::size_t kCacheLine = 64;
+
+#ifdef GPUPREFETCH_STREAMS
+
+// memcpy() reads each line of its destination into the cache before it writes to it, up to lengths that no run has. No
+// processor will read what is staged here, so it need not be there.
+void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
+  const std::size_t head = (kCacheLine - reinterpret_cast<std::uintptr_t>(to) % kCacheLine) % kCacheLine;
+  std::memcpy(to, from, head);
+  const std::size_t lines = (bytes - head) / kCacheLine;
+  auto* line = reinterpret_cast<__m128i*>(to + head);
+  const auto* source = reinterpret_cast<const __m128i*>(from + head);
+  for (std::size_t i = 0; i < lines; ++i, line += 4, source += 4) {
+    const __m128i a = _mm_loadu_si128(source);
+    const __m128i b = _mm_loadu_si128(source + 1);
+    const __m128i c = _mm_loadu_si128(source + 2);
+    const __m128i d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(line, a);
+    _mm_stream_si128(line + 1, b);
+    _mm_stream_si128(line + 2, c);
+    _mm_stream_si128(line + 3, d);
+  }
+  const std::size_t done = head + lines * kCacheLine;
+  std::memcpy(to + done, from + done, bytes - done);
+}
+
+// Before anybody is told that the bytes are there: a mutex orders other stores only.
+void end_streams() { _mm_sfence(); }
+
+#else
+
+void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+void end_streams() {}
+
+#endif
 
 void copy_all(const std::vector<MemcpyPool::Copy>& copies) {
   for (const auto& copy : copies) {
     if (copy.from == nullptr) {
       std::memset(copy.to, 0, copy.bytes);
-    } else {
+    } else if (copy.bytes < kLeastStreamed) {
       std::memcpy(copy.to, copy.from, copy.bytes);
+    } else {
+      copy_past_cache(copy.to, copy.from, copy.bytes);
     }
   }
+  end_streams();
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // MemcpyPool: every byte arrives, jobs begin in order, and no job is touched after finish() or cancel().
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <deque>
@@ -284,6 +285,28 @@ void shutdown_by_several_threads_at_once() {
   }
 }
 
+// Around the lengths at which a copy is done in another way, wherever both ends lie in a line of the cache.
+void copies_of_any_length_and_place() {
+  MemcpyPool pool(1);
+  for (std::size_t bytes : {0, 1, 63, 64, 65, 4095, 4096, 4097, 4159, 4160, 4161, 70001}) {
+    for (std::size_t shift = 0; shift < 64; shift += 7) {
+      for (std::size_t gap : {0, 1, 8, 33}) {
+        current_case = static_cast<std::int64_t>(bytes * 10000 + shift * 100 + gap);
+        const Bytes from = pattern(bytes + 128, bytes + shift);
+        Bytes to(bytes + 256);
+        Bytes expected(bytes + 256);
+        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(gap), bytes,
+                    expected.begin() + 64 + static_cast<std::ptrdiff_t>(shift));
+        MemcpyPool::Job job;
+        job.copies = {{to.data() + 64 + shift, from.data() + gap, bytes}};
+        if (shift % 2 == 0) pool.start(job);
+        pool.finish(job);
+        CHECK(to == expected);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace gpuprefetch
 
@@ -293,6 +316,7 @@ int main() {
   RUN(jobs_begin_in_the_order_of_their_start);
   RUN(several_threads_leave_out_no_job);
   RUN(without_threads_the_caller_copies);
+  RUN(copies_of_any_length_and_place);
   RUN(an_empty_job_ends);
   RUN(a_job_can_be_started_again);
   RUN(finish_waits_for_a_thread_that_has_begun);
