@@ -568,20 +568,26 @@ def test_the_consumer_starts_one_thread_and_each_the_next(before, monkeypatch):
 @pytest.mark.parametrize("at", [0, 1, 2, 8])
 def test_a_thread_that_does_not_start_is_an_error_and_leaves_none(at, num_threads, before, monkeypatch):
     """The first one is iter()'s; of the others the batch says so that is waited for, as some may be there already."""
-    started = []
+    started, told = [], threading.Event()
     start = threading.Thread.start
+    if at > (num_threads if num_threads > 1 else 0):
+        told.set()
 
     def refused(thread):
         if thread.name.startswith("gpuprefetch-"):
             started.append(thread.name)
             if len(started) == at + 1:
+                told.set()
                 raise RuntimeError("can't start new thread")
         start(thread)
 
-    p = on_threads(DataLoader(Ramp(4000), batch_size=2), num_threads)
+    def hook(i):  # no epoch is over before its last thread was to start
+        assert i < 100 or told.wait(20)
+
+    p = on_threads(DataLoader(Ramp(4000, hook=hook), batch_size=2), num_threads)
     with monkeypatch.context() as changed:
         changed.setattr(threading.Thread, "start", refused)
-        if at > (num_threads if num_threads > 1 else 0):
+        if told.is_set():
             assert within(30, lambda: len(list(p))) == 2000
         else:
             with pytest.raises(RuntimeError, match="can't start new thread"):
