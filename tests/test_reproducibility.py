@@ -45,7 +45,8 @@ class DrawsGlobally(Dataset):
 
 class SharedHandle(Dataset):
     """Record i is i, in a file that all threads seek and read. The first time that several threads are at it, two of
-    them meet between their seek and their read."""
+    them meet between their seek and their read. All else is read in turns: threads that disturbed each other by chance
+    could do so alike in two runs."""
 
     STRIDE = 16  # records do not follow each other, so the end of one read is not the place of another
 
@@ -54,18 +55,28 @@ class SharedHandle(Dataset):
         for i in range(N):
             self.file.write(i.to_bytes(4, "little").ljust(self.STRIDE))
         self.meeting = threading.Barrier(2)
-        self.invitations = [None, None]
+        self.invitations = [self.meet, self.meet]
+        self.turns = threading.Lock()
 
     def __len__(self):
         return N
 
     def __getitem__(self, i):
-        self.file.seek(i * self.STRIDE)
+        read = self.read_in_turn
         if threading.current_thread().name.startswith("gpuprefetch-sample"):
             with contextlib.suppress(IndexError):
-                self.invitations.pop()
-                self.meeting.wait(30)
-        return torch.tensor(int.from_bytes(self.file.read(4), "little"))
+                read = self.invitations.pop()
+        return torch.tensor(int.from_bytes(read(i * self.STRIDE), "little"))
+
+    def meet(self, place):
+        self.file.seek(place)
+        self.meeting.wait(30)
+        return self.file.read(4)
+
+    def read_in_turn(self, place):
+        with self.turns:
+            self.file.seek(place)
+            return self.file.read(4)
 
 
 def verify(dataset, capsys, counts=(0, 1, 2), loader=None, **arguments):
