@@ -140,6 +140,8 @@ def _is_leaf(value: Any) -> bool:
 
 def children(value: Any, skip_keys: Collection[Any] = ()) -> Iterable[tuple[Any, Any]]:
     """(key, index or name of a field; value) of what a container holds. Nothing of what is none."""
+    if type(value) is dict and not skip_keys:
+        return value.items()
     if type(value) in (list, tuple):
         return enumerate(value)
     return _children_of_others(value, skip_keys)

@@ -36,7 +36,7 @@ class CopyLane:
         self._copier = copier
         self._skip_keys = skip_keys
         self._on_loader_thread = on_loader_thread
-        self._is_plain = native.is_plain
+        self._split = native.split
         self._warned_overdue = False
         self._consumer_copies = _unrecorded.ConsumerCopies(skip_keys) if _unrecorded.needed() else None
         with relaxed_capture_mode():
@@ -59,15 +59,10 @@ class CopyLane:
         return gathering(collate, extension().can_gather)
 
     def prepare(self, record: Record) -> None:
-        others = []
         record.leaves = _batch.leaves(record.batch, self._skip_keys)
-        for leaf in record.leaves:
-            if type(leaf) is torch.Tensor and self._is_plain(leaf):
-                record.plain.append(leaf)
-            elif isinstance(leaf, _batch.Stack):
-                record.stacks.append(leaf)
-            else:
-                others.append(leaf)
+        record.plain, rest = self._split(record.leaves)
+        record.stacks = [leaf for leaf in rest if isinstance(leaf, _batch.Stack)]
+        others = [leaf for leaf in rest if not isinstance(leaf, _batch.Stack)]
         if self._skip_keys:  # what stays as it is may come from the dataset's own GPU work all the same
             kept = _batch.skipped_tensors(record.batch, self._skip_keys)
             self._wait_for_loading(record, [part for tensor in kept for part in _batch.tensors_in(tensor)])

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from loaders import THREADS
 from torch.utils.data import DataLoader
 
-from gpuprefetch import PrefetchIterator
+from gpuprefetch import PrefetchIterator, _batch
+from gpuprefetch._extension import extension
 
 pytestmark = [pytest.mark.windows, pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")]
 
@@ -315,13 +316,21 @@ def test_batches_and_errors_of_several_threads_are_the_plain_loaders(plan, threa
 
 
 @pytest.fixture(scope="module")
-def is_plain():
-    from gpuprefetch._extension import extension
-
+def split():
     try:
-        return extension().is_plain
+        return extension().split
     except ImportError as error:
         pytest.skip(f"the compiled module can't be used: {error}")
+
+
+@pytest.fixture(scope="module")
+def is_plain(split):
+    def ask(leaf):
+        plain, others = split([leaf])
+        assert [*map(id, plain), *map(id, others)] == [id(leaf)]
+        return len(plain) == 1
+
+    return ask
 
 
 @EXAMPLES
@@ -365,6 +374,10 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError(f"{func}")
 
 
+class Plain(torch.Tensor):
+    pass
+
+
 class Dispatching(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -392,6 +405,9 @@ NOT_PLAIN = {
     "requires_grad": lambda: torch.ones(3, requires_grad=True),
     "not a leaf": lambda: torch.ones(3, requires_grad=True) * 2,
     "parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+    "frozen parameter": lambda: torch.nn.Parameter(torch.ones(3), requires_grad=False),
+    "subclass": lambda: torch.ones(3).as_subclass(Plain),
+    "no tensor": lambda: _batch.Stack([torch.ones(3)]),
     "conj": lambda: torch.ones(3, dtype=torch.cfloat).conj(),
     "neg": lambda: torch.ones(3, dtype=torch.cfloat).conj().imag,
     "zero": lambda: torch._efficientzerotensor((3,)),
@@ -412,6 +428,13 @@ NOT_PLAIN = {
 @pytest.mark.parametrize("name", [*PLAIN, *NOT_PLAIN])
 def test_what_is_plain(name, is_plain):
     assert is_plain({**PLAIN, **NOT_PLAIN}[name]()) is (name in PLAIN)
+
+
+def test_what_is_plain_and_the_rest_keep_their_order(split):
+    leaves = [torch.ones(1), torch.nn.Parameter(torch.ones(2)), torch.ones(3), None, torch.ones(4)]
+    plain, others = split(leaves)
+    assert list(map(id, plain)) == [id(leaves[i]) for i in (0, 2, 4)]
+    assert list(map(id, others)) == [id(leaves[i]) for i in (1, 3)]
 
 
 def test_autocast_and_modes_make_no_difference(is_plain):
