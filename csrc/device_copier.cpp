@@ -8,7 +8,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <iterator>
 #include <string>
 #include <utility>
 
@@ -204,7 +203,7 @@ void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors)
 }
 
 void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& outputs, Event ready, bool finish) {
-  std::vector<Destination> staged, direct;
+  std::vector<Destination> staged, pinned;
   for (std::size_t i = 0; i < layout.storages.size(); ++i) {
     staged.push_back(Destination{outputs.storages[i], layout.storages[i].bytes, {}});
   }
@@ -218,7 +217,7 @@ void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& out
     // Asked before the ring is taken, for which others wait: the driver answers. A small one is staged in any case, so
     // nobody has to ask, nor to wait until its copy has run.
     if (tensor.nbytes() > kSmallLeafBytes && dense.back().is_pinned()) {
-      direct.push_back(std::exchange(destination, {}));
+      pinned.push_back(std::exchange(destination, {}));
     }
   }
   for (const auto& samples : sources.stacks) {
@@ -232,18 +231,13 @@ void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& out
 
   StreamEngine engine(copier_->stream_);
   std::unique_lock<std::mutex> lock(copier_->ring_mutex_);
-  if (!copier_->ring_) {
-    std::move(staged.begin(), staged.end(), std::back_inserter(direct));
-    staged.clear();
-  }
-  finish = finish || !direct.empty();  // the bus reads the sources themselves, some time
   try {
-    direct_copy(direct, engine);
-    if (!staged.empty()) staged_copy(staged, *copier_->ring_, copier_->pool_, engine);
+    const bool reads_sources =
+        copy_batch(std::move(pinned), std::move(staged), copier_->ring_.get(), copier_->pool_, engine);
     engine.record(ready);
     engine.flush();
     lock.unlock();
-    if (finish) engine.synchronize(ready);
+    if (finish || reads_sources) engine.synchronize(ready);
   } catch (...) {
     // The caller is free to write to pinned sources once this has thrown.
     settle(engine, ready);

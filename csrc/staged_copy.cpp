@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <iterator>
+#include <utility>
 
 #include "runs.h"
 
@@ -194,6 +196,23 @@ void direct_copy(const std::vector<Destination>& destinations, CopyEngine& engin
       }
     });
   }
+}
+
+bool copy_batch(std::vector<Destination> pinned, std::vector<Destination> others, PinnedRing* ring, MemcpyPool& pool,
+                CopyEngine& engine) {
+  if (ring == nullptr) {
+    direct_copy(pinned, engine);
+    direct_copy(others, engine);
+    return true;
+  }
+  const bool reads_sources = !pinned.empty();
+  try {
+    direct_copy(pinned, engine);
+  } catch (...) {  // if it was no refusal, staging meets the error again
+    std::move(pinned.begin(), pinned.end(), std::back_inserter(others));
+  }
+  staged_copy(others, *ring, pool, engine);
+  return reads_sources;
 }
 
 }  // namespace gpuprefetch

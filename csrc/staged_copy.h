@@ -35,4 +35,11 @@ void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring,
 // event recorded afterwards is done.
 void direct_copy(const std::vector<Destination>& destinations, CopyEngine& engine);
 
+// Queues the copies of a batch: of `pinned` sources from where they lie, of the others through the ring. What the
+// engine refuses to copy from where it lies goes through the ring too: memory that another library pinned may end
+// within a tensor, and the driver takes no range that is pinned in part. Without a ring all is copied from where it
+// lies. True if the bus may still read sources at return, until an event recorded afterwards is done.
+bool copy_batch(std::vector<Destination> pinned, std::vector<Destination> others, PinnedRing* ring, MemcpyPool& pool,
+                CopyEngine& engine);
+
 }  // namespace gpuprefetch

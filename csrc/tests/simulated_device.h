@@ -43,13 +43,15 @@ class SimulatedDevice {
    public:
     explicit Stream(SimulatedDevice& device) : device_(device) {}
 
-    // The source is read when the copy runs, and only then; a pageable one (see pin()) now.
+    // The source is read when the copy runs, and only then; a pageable one (see pin()) now. One that is pinned in part
+    // is refused, as the driver does.
     void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
       device_.stumble();
       Bytes promised(from, from + bytes);
       std::unique_lock<std::mutex> lock(device_.mutex_);
       fail_if_told(Call::kCopy);
       const bool pinned = device_.is_pinned(from, bytes);
+      if (!pinned && device_.is_pinned_in_part(from, bytes)) throw DeviceError("refused");
       SimulatedDevice* device = &device_;
       auto work = [=, promised = std::move(promised)] {
         if (bytes == 0) return;
@@ -252,6 +254,13 @@ class SimulatedDevice {
     return std::any_of(pinned_.begin(), pinned_.end(), [&](const auto& range) {
       const std::less_equal<const std::byte*> reaches;
       return reaches(range.first, from) && reaches(from + bytes, range.first + range.second);
+    });
+  }
+
+  bool is_pinned_in_part(const std::byte* from, std::size_t bytes) const {
+    return std::any_of(pinned_.begin(), pinned_.end(), [&](const auto& range) {
+      const std::less<const std::byte*> before;
+      return before(from, range.first + range.second) && before(range.first, from + bytes);
     });
   }
 

@@ -286,6 +286,57 @@ void without_a_ring_extents_and_gaps_are_copied_one_by_one() {
   }
 }
 
+// Another library may have pinned memory that ends within a tensor, begins in it, or has a hole there.
+void memory_that_is_pinned_in_part_goes_through_the_ring() {
+  constexpr std::size_t kThird = 100'000;
+  for (int pinned_thirds = 0; pinned_thirds < 8; ++pinned_thirds) {
+    for (bool has_ring : {true, false}) {
+      current_case = pinned_thirds;
+      Rig rig(2, kLargePiece, 2, Pace::kRandom);
+      Batch batch(1);
+      batch.add(3 * kThird);
+      batch.add(kThird);
+      const std::byte* source = batch.destinations().front().extents.front().from;
+      if (pinned_thirds == 7) rig.device.pin(source, 3 * kThird);
+      for (int third = 0; third < 3; ++third) {
+        if ((pinned_thirds >> third & 1) != 0) rig.device.pin(source + third * kThird, kThird);
+      }
+      const bool refused = pinned_thirds != 0 && pinned_thirds != 7;
+      bool failed = false;
+      try {
+        PinnedRing* ring = has_ring ? &rig.ring : nullptr;
+        CHECK(copy_batch({batch.destinations()[0]}, {batch.destinations()[1]}, ring, rig.pool, rig.stream));
+      } catch (const DeviceError&) {
+        failed = true;
+      }
+      rig.check_whole();
+      CHECK_EQ(failed, refused && !has_ring);
+      CHECK_EQ(batch.arrived(), !failed);
+    }
+  }
+}
+
+// A device that is lost refuses the ring as well.
+void a_copy_that_fails_by_the_ring_too_is_an_error() {
+  class Lost final : public Counting {
+   public:
+    using Counting::Counting;
+    void copy(std::byte*, const std::byte*, std::size_t) override { throw DeviceError("lost"); }
+  };
+  Rig rig(2, kLargePiece, 2, Pace::kRandom);
+  Batch batch(1);
+  batch.add(3 * kLargePiece);
+  Lost lost(rig.stream);
+  bool failed = false;
+  try {
+    copy_batch(batch.destinations(), {}, &rig.ring, rig.pool, lost);
+  } catch (const DeviceError&) {
+    failed = true;
+  }
+  rig.check_whole();
+  CHECK(failed);
+}
+
 void random_extents_equal_a_plain_copy() {
   std::size_t seed = 0;
   on_every_rig([&seed](Rig& rig) {
@@ -604,6 +655,8 @@ int main() {
   RUN(a_pack_is_one_copy);
   RUN(runs_grow_and_shrink_over_a_batch);
   RUN(without_a_ring_extents_and_gaps_are_copied_one_by_one);
+  RUN(memory_that_is_pinned_in_part_goes_through_the_ring);
+  RUN(a_copy_that_fails_by_the_ring_too_is_an_error);
   RUN(random_extents_equal_a_plain_copy);
   RUN(a_pool_that_has_been_shut_down_still_copies);
   RUN(a_batch_that_fits_waits_for_nothing);
