@@ -40,7 +40,8 @@ def cells() -> dict[str, list[str]]:
         arguments = ["--workload", "jpeg", "--decoder", decoder, "--batch-size", "64", "--steps", str(THREADS_STEPS)]
         arguments += ["--repeats", "3"]
         made[f"threads-{decoder}-loading"] = [*arguments, "--step", "none", "--threads", "1,2,4,8,15"]
-        made[f"threads-{decoder}-resnet50"] = [*arguments, "--step", "resnet50", "--threads", "4,8,15"]
+        for step in ("resnet50", "resnet50-graph"):
+            made[f"threads-{decoder}-{step}"] = [*arguments, "--step", step, "--threads", "4,8,15"]
     return made
 
 

@@ -173,15 +173,22 @@ def slow_datasets() -> str:
 
 
 def machine() -> str:
-    """Where all cells were measured, but for those of a Python without the GIL, which is another by itself. Raises
-    Unwritable if that is more than one kind of machine."""
-    environments = [result["environment"] for result in cells().values() if result["environment"].get("gil", True)]
-    most = max(environment["cpus_usable"] for environment in environments)  # some cells were given fewer
-    kinds = {tuple(headline({**environment, "cpus_usable": most})) for environment in environments}
-    described = {(device, software.rsplit(", ", 1)[0]) for device, software in kinds}  # without the kernel's build
-    if len(described) != 1:
-        raise Unwritable(f"the cells come from machines that differ: {sorted(described)}")
-    return paragraph("; ".join(described.pop()) + ".")
+    """Where the cells were measured, but for those of a Python without the GIL, which is another by itself: one kind of
+    machine, or a list of kinds with the cells of each."""
+    kinds: dict[str, list[str]] = {}
+    for name, result in cells().items():
+        environment = result["environment"]
+        if environment.get("gil", True):
+            all_cores = {**environment, "cpus_usable": environment["cpu_count"]}  # some cells were given fewer
+            device, software = headline(all_cores)
+            without_kernel = software.rsplit(", ", 1)[0]
+            kinds.setdefault(f"{device}; {without_kernel}", []).append(COLUMNS.get(name, name))
+    if len(kinds) == 1:
+        return paragraph(f"{kinds.popitem()[0]}.")
+    return "\n".join(
+        textwrap.fill(f"- {kind}: {'; '.join(names)}.", 120, subsequent_indent="  ", break_on_hyphens=False)
+        for kind, names in kinds.items()
+    )
 
 
 def calls() -> str:
@@ -206,6 +213,7 @@ def block(name: str) -> str:
         "rows": rows,
         "threads loading": functools.partial(threads, "loading"),
         "threads resnet50": functools.partial(threads, "resnet50"),
+        "threads resnet50-graph": functools.partial(threads, "resnet50-graph"),
         "slow datasets": slow_datasets,
     }
     if name not in writers:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
-from target import Target
+from target import Target, Unusable
 from torch import nn
 
 CLASSES = 1000
+IN_ONE_GRAPH = "-graph"  # behind a step's name
 
 
 class Step(ABC):
@@ -92,6 +94,42 @@ class Training(Step):
         return detached
 
 
+class OneGraph(Step):
+    """Another step as one CUDA graph for each shape of batch: a copy to where the graph reads it, and one launch."""
+
+    WARM_UPS = 3  # libraries choose their kernels and take their memory, as they can't in a capture
+
+    def __init__(self, target: Target, step: Step) -> None:
+        if target.device.type != "cuda":
+            raise Unusable(f"a step in a CUDA graph needs a CUDA device, not {target.name}")
+        self.step = step
+        self.graphs: dict[torch.Size, tuple[Callable[[], None], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.description = f"{step.description}, all of it one CUDA graph"
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if images.shape not in self.graphs:
+            self.graphs[images.shape] = self._capture(images.clone(), labels.clone())
+        replay, static_images, static_labels, result = self.graphs[images.shape]
+        static_images.copy_(images)
+        static_labels.copy_(labels)
+        replay()
+        return result
+
+    def _capture(
+        self, images: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor, torch.Tensor]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(self.WARM_UPS):
+                self.step(images, labels)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # before any row runs: their threads could break it
+            result = self.step(images, labels)
+        return graph.replay, images, labels, result
+
+
 class Nothing(Step):
     """Leaves a batch as it is, so that a step takes what it takes to load and copy one."""
 
@@ -134,6 +172,8 @@ def make_step(name: str, target: Target) -> Step:
         return Kernels(target)
     if name == "python":
         return KernelsThenPython(target)
+    if name.endswith(IN_ONE_GRAPH):
+        return OneGraph(target, make_step(name.removesuffix(IN_ONE_GRAPH), target))
     if name == "convnet":
         return Training(target, "a net of 4 convolutions", _convnet())
     try:

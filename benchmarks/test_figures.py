@@ -44,12 +44,17 @@ def test_what_can_t_be_filled_is_said(text, said):
         figures.written(text)
 
 
-def test_cells_of_machines_that_differ_are_refused(monkeypatch):
+def test_cells_of_machines_that_differ_are_told_apart(monkeypatch):
     one = figures.read("memory-kernels")
+    few_cores = {**one, "environment": {**one["environment"], "cpus_usable": 4}}
     other = {**one, "environment": {**one["environment"], "device_name": "another GPU"}}
-    monkeypatch.setattr(figures, "cells", lambda: {"one": one, "other": other})
-    with pytest.raises(figures.Unwritable, match="another GPU"):
-        figures.machine()
+    alone = {"memory-kernels": one, "few-cores": few_cores}
+    monkeypatch.setattr(figures, "cells", lambda: alone)
+    described = figures.machine()
+    monkeypatch.setattr(figures, "cells", lambda: {**alone, "odd": other})
+    first, second = " ".join(figures.machine().split()).split(" - ")
+    assert first == f"- {' '.join(described.split())[:-1]}: ready samples, GPU-bound step; few-cores."
+    assert second.startswith("another GPU, ") and second.endswith(": odd.")
 
 
 def test_a_python_without_the_gil_is_no_other_machine(monkeypatch):

@@ -31,7 +31,7 @@ from timeline import timelines
 from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, find_images, make_loader, make_workload
 
 FORMAT = 2  # of --json
-STEPS = ("kernels", "python", "resnet50", "convnet", "none")
+STEPS = ("kernels", "python", "resnet50", "resnet50-graph", "convnet", "convnet-graph", "none")
 COUNTS = (4, 8)  # threads or processes, without --threads
 THREADS_ROWS = ("dataloader", "gpuprefetch", "gpuprefetchN", "workersN")  # with --threads and no --loaders
 
