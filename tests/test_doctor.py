@@ -73,7 +73,8 @@ def test_on_the_cpu_it_works():
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 80
     assert "\033" not in out
-    assert f"torch          {torch.__version__}, built for the CPU" in lines
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+    assert f"torch          {torch.__version__}, built for {built_for}" in lines
     assert "device         cpu" in lines
     assert "num_workers    threads of create_dataloader: 0 1 2 4 8 -> 0 1 2 4 8, no process" in lines
     assert "loading ahead  good: during a step the next batch is loaded" in lines

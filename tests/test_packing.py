@@ -46,7 +46,7 @@ def two(dtype, shape=(5,)):
     return [torch.empty(shape, dtype=dtype) for _ in range(2)]
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_small_tensors_of_one_dtype_share_a_storage(dtype):
     sources = [torch.empty(5, dtype=dtype) for _ in range(LEAST)]

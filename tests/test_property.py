@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch import PrefetchIterator, _batch
 from gpuprefetch._extension import extension
 
-pytestmark = [pytest.mark.windows, pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")]
+pytestmark = [pytest.mark.windows, pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support:UserWarning")]
 
 EXAMPLES = settings(
     deadline=None,

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse .* support is in beta:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support:UserWarning"),
     pytest.mark.filterwarnings("ignore:Named tensors:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*quantize:UserWarning"),
