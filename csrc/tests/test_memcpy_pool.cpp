@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdlib>
 #include <deque>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -307,11 +309,56 @@ void copies_of_any_length_and_place() {
   }
 }
 
+// In a process of its own, which a sanitizer is to end: looks at what a thread still copies, and copies beyond the end.
+// Whole lines of the cache, since what lies beside them is copied in another way.
+void misuse(std::size_t lines) {
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  const std::vector<Line> from(lines, Line{{std::byte{1}}});
+  const auto job_to = [&](std::vector<Line>& to) {
+    MemcpyPool::Job job;
+    job.copies = {{to.data()->bytes, from.data()->bytes, lines * sizeof(Line)}};
+    return job;
+  };
+  {
+    MemcpyPool pool(1);
+    std::vector<Line> to(lines);
+    const volatile std::byte& last = to.back().bytes[0];
+    MemcpyPool::Job job = job_to(to);
+    pool.start(job);
+    while (last == std::byte{0}) std::this_thread::yield();
+    pool.finish(job);
+  }
+  MemcpyPool pool(0);
+  std::vector<Line> small(lines - 1);
+  MemcpyPool::Job job = job_to(small);
+  pool.finish(job);
+}
+
+// Else all the other tests would pass, whatever a copy does.
+void sanitizers_see_copies_of_any_length(const std::string& program) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  CHECK_EQ(std::system((program + " 0 2>&1").c_str()), 0);
+  for (int lines : {16, 64, 2000}) {
+    current_case = lines;
+    CHECK(std::system((program + " " + std::to_string(lines) + " 2>/dev/null").c_str()) != 0);
+  }
+#else
+  static_cast<void>(program);
+#endif
+}
+
 }  // namespace
 }  // namespace gpuprefetch
 
-int main() {
+int main(int count, char** arguments) {
   using namespace gpuprefetch;
+  if (count > 1) {
+    const auto lines = static_cast<std::size_t>(std::atoi(arguments[1]));
+    if (lines > 0) misuse(lines);
+    return 0;
+  }
   Watchdog watchdog(std::chrono::seconds(120));
   RUN(jobs_begin_in_the_order_of_their_start);
   RUN(several_threads_leave_out_no_job);
@@ -326,4 +373,6 @@ int main() {
   RUN(many_jobs_from_several_threads);
   RUN(shutdown_while_in_use);
   RUN(shutdown_by_several_threads_at_once);
+  current_test = "sanitizers_see_copies_of_any_length";
+  sanitizers_see_copies_of_any_length(arguments[0]);
 }
