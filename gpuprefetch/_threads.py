@@ -125,12 +125,13 @@ def _stop_all(end_by: float) -> set[Worker]:
     epoch that a dataset begins. Waits for them until ``end_by``; the result is all of them."""
     stopped: set[Worker] = set()
     while True:
+        # One that was left behind earlier may have come back: it must not outlive the interpreter. These first: what
+        # one that has ended began is in the look at all that follows.
+        alive = [worker for worker in stopped if worker.thread.is_alive()]
         begun = {worker: stop for worker, stop in dict(_running).items() if worker not in stopped}
         for stop in begun.values():
             stop()
         stopped.update(begun)
-        # One that was left behind earlier may have come back: it must not outlive the interpreter.
-        alive = [worker for worker in stopped if worker.thread.is_alive()]
         if time.monotonic() > end_by or not (alive or begun):
             return stopped
         for worker in alive[:1]:

@@ -716,6 +716,43 @@ def test_an_epoch_that_a_dataset_begins_while_the_interpreter_ends_is_ended_too(
     assert (code, out, err) == (0, "", "")
 
 
+def test_an_epoch_that_begins_while_the_exit_hook_looks_around_is_ended_too(monkeypatch):
+    """Its thread is started by one that ends just then."""
+
+    class Thread:
+        def __init__(self, end=None):
+            self.looks, self.end = 0, end
+
+        def is_alive(self):
+            self.looks += 1
+            if self.looks == 2 and self.end is not None:
+                self.end()
+            return self.looks < 2
+
+    class Worker:
+        left_behind = False
+
+        def __init__(self, *end):
+            self.thread = Thread(*end)
+
+        def join(self, deadline):
+            pass
+
+    told = []
+    running = {}
+    later = Worker()
+
+    def begin_another_and_end():
+        running[later] = lambda: told.append(later)
+        running.pop(first)
+
+    first = Worker(begin_another_and_end)
+    running[first] = lambda: told.append(first)
+    monkeypatch.setattr(_threads, "_running", running)
+    assert _threads._stop_all(time.monotonic() + 10) == {first, later}
+    assert told == [first, later]
+
+
 # --- a forked child
 
 
