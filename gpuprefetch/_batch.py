@@ -93,6 +93,11 @@ def move(value: Any, device: torch.device, **options: Any) -> Any:
         return value.to(device, **options)
 
 
+def is_moving() -> bool:
+    """True inside another library's ``to``, on this thread: it must not wait for one that wants to move something."""
+    return foreign._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors that a leaf holds its memory through: strided ones, with a storage of their own.
 

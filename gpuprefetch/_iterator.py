@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gpuprefetch import _threads
+from gpuprefetch import _batch, _threads
 from gpuprefetch._arguments import (
     LARGEST_SEED,
     checked_device,
@@ -303,7 +303,9 @@ class EpochIterator:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing():  # the exit hook has ended all threads, and modules may be gone
             return
-        if _threads.on_one():
-            self._epoch.stop()  # a collection may run on any thread; those of ours don't wait for each other in one
+        # A collection may run on any thread, at any point: those of ours don't wait for each other in one, and nobody
+        # waits in a `to` for a thread that can't go on before it ends.
+        if _threads.on_one() or _batch.is_moving():
+            self._epoch.stop()
         else:
             self._epoch.close()

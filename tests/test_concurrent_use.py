@@ -1,9 +1,14 @@
 """One object used from several threads, or interrupted at an unlucky moment: refused or right, never a hang."""
 
+import gc
 import os
 import sys
 import sysconfig
 import threading
+import time
+import traceback
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -91,6 +96,44 @@ def test_objects_move_by_their_own_to_one_thread_at_a_time(num_threads, device):
 
     assert in_four_threads(run) == [[torch.Tensor] * 6] * 4
     assert not Watched.met.is_set()
+
+
+@pytest.mark.parametrize("device", ALL_MOVE)
+def test_a_collection_while_an_object_moves_does_not_wait_for_a_thread_that_wants_to_move_one(device, before):
+    """The thread of an epoch that is garbage stands before the lock which the object that moves has taken."""
+
+    class Cell:
+        pass
+
+    def abandon():
+        cell = Cell()
+        cell.epoch, cell.itself = iter(PrefetchIterator([Moves()] * 8, device=device)), cell
+        return weakref.ref(cell.epoch), cell.epoch._epoch._workers[0].thread
+
+    class Moves:
+        def to(self, device):
+            return torch.zeros(2).to(device)
+
+    class Collects:
+        def to(self, device):
+            epoch, thread = abandon()
+            assert eventually(lambda: "in move" in stack_of(thread), collect=False)
+            began = time.monotonic()
+            gc.collect()
+            took.append(time.monotonic() - began)
+            assert epoch() is None
+            return torch.zeros(2).to(device)
+
+    def stack_of(thread):
+        frame = sys._current_frames().get(thread.ident)
+        return "".join(traceback.format_stack(frame)) if frame else ""
+
+    took = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(PrefetchIterator([Collects()], device=device, num_threads=0))) == 1
+    assert took[0] < 1.5
+    assert eventually(lambda: not threads(since=before))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
