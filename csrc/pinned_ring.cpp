@@ -6,8 +6,8 @@ PinnedRing::PinnedRing(std::byte* memory, std::size_t piece_bytes, const std::ve
     : piece_bytes_(piece_bytes) {
   pieces_.reserve(events.size());  // addresses of pieces are handed out
   for (Event event : events) {
-    pieces_.push_back(Piece{memory + pieces_.size() * piece_bytes, event, false});
-    queue_.push_back(&pieces_.back());
+    pieces_.push_back(Piece{memory + pieces_.size() * piece_bytes, event, false, nullptr});
+    push(pieces_.back());
   }
 }
 
@@ -15,9 +15,9 @@ PinnedRing::Piece& PinnedRing::acquire(CopyEngine& engine) {
   Piece* piece = nullptr;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    returned_.wait(lock, [this] { return !queue_.empty(); });
-    piece = queue_.front();
-    queue_.pop_front();
+    returned_.wait(lock, [this] { return first_ != nullptr; });
+    piece = first_;
+    first_ = piece->next;
   }
   // Outside the lock: whoever has a copy to queue must be able to give its piece back meanwhile.
   try {
@@ -31,20 +31,25 @@ PinnedRing::Piece& PinnedRing::acquire(CopyEngine& engine) {
 
 PinnedRing::Piece* PinnedRing::try_acquire(CopyEngine& engine) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (queue_.empty()) return nullptr;
-  Piece* piece = queue_.front();
-  if (piece->in_flight && !engine.query(piece->event)) return nullptr;
-  queue_.pop_front();
+  Piece* piece = first_;
+  if (piece == nullptr || (piece->in_flight && !engine.query(piece->event))) return nullptr;
+  first_ = piece->next;
   return piece;
 }
 
-void PinnedRing::release(Piece& piece, bool in_flight) {
+void PinnedRing::release(Piece& piece, bool in_flight) noexcept {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     piece.in_flight = in_flight;
-    queue_.push_back(&piece);
+    push(piece);
   }
   returned_.notify_one();
+}
+
+void PinnedRing::push(Piece& piece) noexcept {
+  piece.next = nullptr;
+  (first_ == nullptr ? first_ : last_->next) = &piece;
+  last_ = &piece;
 }
 
 void PinnedRing::drain(CopyEngine& engine) {

@@ -3,7 +3,6 @@
 
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
 #include <mutex>
 #include <vector>
 
@@ -24,6 +23,7 @@ class PinnedRing {
     std::byte* data;
     Event event;
     bool in_flight;  // a copy out of it was queued; `event` says when it has run
+    Piece* next;     // the ring's own: what waits behind it
   };
 
   // Cuts `memory`, events.size() * piece_bytes long, into one piece an event. Owns neither memory nor events.
@@ -40,17 +40,21 @@ class PinnedRing {
   Piece* try_acquire(CopyEngine& engine);
 
   // Gives a piece back: after its copies were queued and its event recorded (in_flight), or unused.
-  void release(Piece& piece, bool in_flight);
+  // Allocates nothing, so that no piece is lost where memory has run out.
+  void release(Piece& piece, bool in_flight) noexcept;
 
   // Sleeps until no copy reads the buffer. Call it with no piece out.
   void drain(CopyEngine& engine);
 
  private:
+  void push(Piece& piece) noexcept;
+
   const std::size_t piece_bytes_;
   std::vector<Piece> pieces_;
   std::mutex mutex_;
   std::condition_variable returned_;
-  std::deque<Piece*> queue_;
+  Piece* first_ = nullptr;  // the pieces that are here: nullptr if there is none
+  Piece* last_ = nullptr;
 };
 
 }  // namespace gpuprefetch

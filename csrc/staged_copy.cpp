@@ -19,10 +19,10 @@ constexpr std::size_t kRunAlignment = 512;
 
 // One run.
 struct Fill {
-  PinnedRing::Piece* piece;
-  std::byte* from;  // in the piece
-  std::byte* to;
-  std::size_t bytes;
+  PinnedRing::Piece* piece = nullptr;
+  std::byte* from = nullptr;  // in the piece
+  std::byte* to = nullptr;
+  std::size_t bytes = 0;
   MemcpyPool::Job job;
 };
 
@@ -131,9 +131,15 @@ class Filling {
   // Puts the next run into `piece`, or behind the newest run where there is none.
   void start(PinnedRing::Piece* piece, Cutter& cutter) {
     const std::size_t begin = piece == nullptr ? used_ : 0;
-    if (piece == nullptr) piece = fills_.back().piece;
-    fills_.push_back(Fill{piece, piece->data + begin, nullptr, 0, {}});  // a deque: the pool keeps the job's address
+    try {
+      fills_.emplace_back();  // a deque: the pool keeps the job's address
+    } catch (...) {
+      if (piece != nullptr) ring_.release(*piece, false);  // nobody else knows of it
+      throw;
+    }
     Fill& fill = fills_.back();
+    fill.piece = piece != nullptr ? piece : fills_[fills_.size() - 2].piece;
+    fill.from = fill.piece->data + begin;
     cutter.cut(fill);
     used_ = begin + (fill.bytes + kRunAlignment - 1) / kRunAlignment * kRunAlignment;
     if (fill.bytes > kInlineBytes) pool_.start(fill.job);

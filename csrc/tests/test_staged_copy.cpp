@@ -2,7 +2,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -12,6 +15,21 @@
 #include "runs.h"
 #include "simulated_device.h"
 #include "staged_copy.h"
+
+namespace {
+
+// That many more by this thread, then one is refused. Negative: no limit.
+thread_local std::int64_t allocations_left = -1;
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  if (allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace gpuprefetch {
 namespace {
@@ -337,6 +355,33 @@ void a_copy_that_fails_by_the_ring_too_is_an_error() {
   CHECK(failed);
 }
 
+// Refuses each allocation of a batch in turn. The batch is an error then, and the ring is whole.
+void no_piece_is_lost_where_memory_runs_out() {
+  std::int64_t refused = 0;
+  for (std::int64_t k = 0;; ++k) {
+    current_case = k;
+    Rig rig(4, kSmallPiece, 0, Pace::kRandom);
+    Batch batch(1);
+    batch.add(20 * kSmallPiece);
+    batch.add_pack(Sizes(40, 30));
+    Counting engine(rig.stream);
+    engine.lengths.reserve(100);
+    bool failed = false;
+    allocations_left = k;
+    try {
+      staged_copy(batch.destinations(), rig.ring, rig.pool, engine);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    allocations_left = -1;
+    rig.check_whole();
+    CHECK_EQ(batch.arrived(), !failed);
+    if (!failed) break;
+    ++refused;
+  }
+  CHECK_GE(refused, 4);
+}
+
 void random_extents_equal_a_plain_copy() {
   std::size_t seed = 0;
   on_every_rig([&seed](Rig& rig) {
@@ -657,6 +702,7 @@ int main() {
   RUN(without_a_ring_extents_and_gaps_are_copied_one_by_one);
   RUN(memory_that_is_pinned_in_part_goes_through_the_ring);
   RUN(a_copy_that_fails_by_the_ring_too_is_an_error);
+  RUN(no_piece_is_lost_where_memory_runs_out);
   RUN(random_extents_equal_a_plain_copy);
   RUN(a_pool_that_has_been_shut_down_still_copies);
   RUN(a_batch_that_fits_waits_for_nothing);
