@@ -65,6 +65,12 @@ std::string mebibytes(std::int64_t bytes) {
 
 const std::byte* address_of(const at::Tensor& tensor) { return static_cast<const std::byte*>(tensor.const_data_ptr()); }
 
+// Whether the memory is pinned where the tensor begins: torch tells of the begin of its storage.
+bool is_pinned(const at::Tensor& tensor) {
+  return at::from_blob(const_cast<std::byte*>(address_of(tensor)), {1}, at::TensorOptions().dtype(at::kByte))
+      .is_pinned();
+}
+
 // Runs a step that calls the driver. Its failure is told with what it was about and what to do.
 template <typename Step>
 auto call_driver(const std::string& what, Step step) {
@@ -216,7 +222,7 @@ void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& out
     ++place;
     // Asked before the ring is taken, for which others wait: the driver answers. A small one is staged in any case, so
     // nobody has to ask, nor to wait until its copy has run.
-    if (tensor.nbytes() > kSmallLeafBytes && dense.back().is_pinned()) {
+    if (tensor.nbytes() > kSmallLeafBytes && is_pinned(dense.back())) {
       pinned.push_back(std::exchange(destination, {}));
     }
   }

@@ -105,12 +105,13 @@ class CopyLane:
         stream = torch.cuda.current_stream(self._copier.device)
         if record.loaded is not None:
             stream.wait_event(record.loaded)
-        with _batch.foreign:
-            for recorder in record.recorders:
-                recorder.record_stream(stream)
+        if record.recorders:
+            with _batch.foreign:
+                for recorder in record.recorders:
+                    recorder.record_stream(stream)
+        if record.late:
             for key, leaf in record.late.items():
                 record.moved[key] = _batch.move(leaf, self._copier.device)
-        if record.late:
             record.late = {}
             self.assemble(record)
         return record.batch if self._consumer_copies is None else self._consumer_copies.own(record, stream)

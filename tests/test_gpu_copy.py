@@ -648,8 +648,10 @@ def test_memory_that_another_library_pinned_in_part(thirds, threads, noise):
     source = torch.frombuffer(mmap.mmap(-1, 12 * MIB), dtype=torch.uint8)  # whole pages
     source.copy_(noise[: len(source)])
     with registered(*(source[4 * MIB * third :][: 4 * MIB] for third in thirds)):
-        out = list(PrefetchIterator(passed_on([source] * 4), device="cuda", num_threads=threads))
-        assert all(torch.equal(x.cpu(), noise[: len(source)]) for x in out)
+        batches = [[source, source[5 * MIB :], source[9 * MIB :]]] * 3  # views: of a storage that begins elsewhere
+        out = list(PrefetchIterator(passed_on(batches), device="cuda", num_threads=threads))
+        for begin, x in [each for moved in out for each in zip([0, 5 * MIB, 9 * MIB], moved, strict=True)]:
+            assert torch.equal(x.cpu(), noise[begin : len(source)])
 
 
 @pytest.mark.parametrize("kind", ["pageable", "pinned", "registered"])
@@ -666,4 +668,4 @@ def test_copies_leave_from_pinned_memory(kind, noise):
     if not names:
         pytest.skip("the profiler sees no copies on this machine")
     assert {name for name in names if "Pinned" not in name} == set()
-    assert len(names) <= (4 * 25 if kind == "pageable" else 4), "more copies than runs"
+    assert len(names) <= (4 * 32 if kind == "pageable" else 4), "more copies than runs"
