@@ -146,7 +146,7 @@ def checked_device(device: torch.device | str | int | None) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(f"device must be a torch.device, a string, an index or None, not {device!r}")
     try:
-        no_accelerator = torch.accelerator.current_accelerator() is None  # to which an index would belong
+        no_accelerator = accelerator() is None  # to which an index would belong
         chosen = torch.device("cuda", device) if isinstance(device, int) and no_accelerator else torch.device(device)
     except RuntimeError as error:
         raise ValueError(
@@ -176,10 +176,18 @@ def _checked_other_device(device: torch.device) -> torch.device:
     return device
 
 
+def accelerator() -> torch.device | None:
+    """The kind of device that torch was built for, whether it is there or not; to torch 2.6 only those that are."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
 def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.is_available():
-        return checked_device(accelerator.type)
+    built_for = accelerator()
+    if built_for is not None and torch.accelerator.is_available():
+        return checked_device(built_for.type)
     if torch.version.cuda is None and torch.version.hip is None:
         _warn_if_nvidia_driver()
     return torch.device("cpu")

@@ -47,7 +47,10 @@ class Stack:
 def leaves(batch: Any, skip_keys: Collection[Any] = ()) -> list[Any]:
     """The tensors of a batch and its objects that move themselves, each once, in order."""
     found: dict[int, Any] = {}
-    _collect(batch, skip_keys, found)
+    try:
+        _collect(batch, skip_keys, found)
+    except RecursionError as error:
+        raise RecursionError("the batch contains itself, or is nested too deeply to be looked through") from error
     return list(found.values())
 
 

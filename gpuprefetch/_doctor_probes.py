@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpuprefetch import _doctor_system as system
-from gpuprefetch._arguments import checked_device
+from gpuprefetch._arguments import accelerator, checked_device
 from gpuprefetch._doctor_facts import Facts
 from gpuprefetch._doctor_self_test import loads_ahead, measure_overlap
 from gpuprefetch._extension import extension
@@ -49,7 +49,7 @@ def _version() -> str:
 def _accelerator() -> str | None:
     if torch.version.cuda is not None or torch.version.hip is not None:  # older versions of torch would ask the driver
         return "cuda"
-    built_for = torch.accelerator.current_accelerator()
+    built_for = accelerator()
     return None if built_for is None else built_for.type
 
 

@@ -29,7 +29,7 @@ class Environment:
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         ]
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._default_device = torch.get_default_device()
+        self._default_device = torch.empty(0).device  # torch 2.6 itself does not see `with torch.device()`
         self._intra_op_threads = torch.get_num_threads()
         self._cuda = _cuda_device(device)
         self._stream: torch.cuda.Stream | None = None

@@ -52,8 +52,8 @@ class PrefetchIterator:
 
     Args:
         loader: any iterable of batches, usually a ``torch.utils.data.DataLoader`` with ``num_workers=0``. Batches
-            are any nesting of dicts and other mappings, lists, tuples, namedtuples and dataclasses; tensors in them
-            move, objects with a ``to(device)`` of their own move themselves, everything else passes through as it
+            are any nesting of dicts and other mutable mappings, lists, tuples, namedtuples and dataclasses; tensors in
+            them move, objects with a ``to(device)`` of their own move themselves, everything else passes through as it
             is (numpy arrays too: use ``torch.from_numpy``).
         device: where batches go. None takes the current accelerator, or the CPU where there is none. ``"cpu"`` loads
             ahead and copies nothing. CUDA devices get copies on a stream of their own; others a plain ``.to``.
@@ -174,8 +174,8 @@ class PrefetchIterator:
 
         A thread that is inside the dataset's code is waited for 2 seconds, then left behind with a warning.
         """
-        self._implicit = None
         epochs = [iterator._epoch for iterator in self._live()]
+        self._implicit = None  # after that: dropped before, it would be waited for in a finalizer, where Ctrl-C is lost
         with self._lock:
             share, self._share = self._share, None
         for epoch in epochs:
@@ -307,5 +307,8 @@ class EpochIterator:
         # waits in a `to` for a thread that can't go on before it ends.
         if _threads.on_one() or _batch.is_moving():
             self._epoch.stop()
-        else:
+            return
+        try:
             self._epoch.close()
+        except KeyboardInterrupt:
+            _threads.interrupt_later()

@@ -108,7 +108,8 @@ def _opened(loader: Any) -> tuple[DataLoader[Any], PrefetchIterator | None]:
     wrapper = wrapper if isinstance(wrapper, PrefetchIterator) else None
     loader = loader if wrapper is None else wrapper._loader
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"loader must be a DataLoader, a PrefetchIterator of one or None, not {type(loader).__name__}")
+        kind = type(loader).__name__ if wrapper is None else f"a PrefetchIterator of {type(loader).__name__}"
+        raise TypeError(f"loader must be a DataLoader, a PrefetchIterator of one or None, not {kind}")
     return loader, wrapper
 
 

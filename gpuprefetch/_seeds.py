@@ -141,7 +141,7 @@ def _drawn_from(library: str, index: Any, make: Callable[[int], Any]) -> Any:
         raise RuntimeError(
             "no seeded sample is being fetched in this thread: sample_generator() and sample_rng() are for use inside "
             "dataset[i], on the thread that calls it, where a PrefetchIterator(loader, seed=...) has torch's own "
-            "DataLoader with a map-style dataset and num_workers=0"
+            "DataLoader with a map-style dataset and num_workers=0. Pass it a seed, if it has none"
         )
     if index is None:
         index = sampling.index

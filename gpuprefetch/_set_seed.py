@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from gpuprefetch._arguments import checked_bool, checked_int
+from gpuprefetch._arguments import accelerator, checked_bool, checked_int
 
 LARGEST_GLOBAL_SEED = (1 << 32) - 1  # of numpy.random.seed and PYTHONHASHSEED
 
@@ -44,9 +44,9 @@ def set_seed(seed: int = 42, deterministic: bool = True, benchmark: bool = False
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)  # of all devices, which need not be initialised: they are seeded when they are
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.is_available():
-        done[f"torch.{accelerator.type}"] = seed
+    built_for = accelerator()
+    if built_for is not None and torch.accelerator.is_available():
+        done[f"torch.{built_for.type}"] = seed
     torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark

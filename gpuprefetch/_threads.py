@@ -6,6 +6,7 @@ process from ending.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import itertools
@@ -23,6 +24,7 @@ from gpuprefetch import _copier, _extension
 JOIN_SECONDS = 2.0
 """How long a thread that is inside the user's code is waited for."""
 
+_LATER_SECONDS = 0.05  # until an interrupt is raised again
 _LOOK_SECONDS = 0.05  # at exit: how often threads that were just started are looked for
 
 _pid = os.getpid()
@@ -101,17 +103,29 @@ def deadline() -> float:
 
 def where_they_stand(workers: Iterable[Worker]) -> str:
     """The threads' names and stacks, each stack once."""
-    frames = sys._current_frames()
     names: dict[str, list[str]] = {}
     for worker in workers:
-        ident = worker.thread.ident
-        frame = frames.get(ident or -1)
-        stack = "".join(traceback.format_stack(frame)) if frame else f"  ({'ended' if ident else 'not started'})\n"
-        names.setdefault(stack, []).append(repr(worker.thread.name))
+        names.setdefault(_stack(worker.thread.ident), []).append(repr(worker.thread.name))
     return "".join(
         f"thread {of[0]} stands at:\n{stack}" if len(of) == 1 else f"threads {', '.join(of)} stand at:\n{stack}"
         for stack, of in names.items()
     )
+
+
+def _stack(ident: int | None) -> str:
+    # All frames in a variable would be a cycle through this one, and keep what the caller's frames hold.
+    frame = None if ident is None else sys._current_frames().get(ident)
+    if frame is None:
+        return "  (not started)\n" if ident is None else "  (ended)\n"
+    return "".join(traceback.format_stack(frame))
+
+
+def interrupt_later() -> None:
+    """Ctrl-C anew in the main thread, for a finalizer that it arrived in: raised there it would go nowhere, and nor
+    would one that comes before the finalizer has ended."""
+    timer = threading.Timer(_LATER_SECONDS, _thread.interrupt_main)
+    timer.daemon = True
+    timer.start()
 
 
 def on_one() -> bool:

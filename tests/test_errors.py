@@ -1,5 +1,6 @@
 """An error of the user's code arrives as it is, at its own place, after every batch before it, and ends the epoch."""
 
+import contextlib
 import dataclasses
 import gc
 import re
@@ -572,6 +573,26 @@ def test_a_timeout_names_the_thread_and_shows_where_it_stands():
         assert "test_errors.py" in text and "opened.wait" in text
 
 
+def test_a_timeout_keeps_nothing_of_its_callers_alive(without_collection):
+    class Local:
+        pass
+
+    def loop(gate):
+        local = Local()
+        it = iter(PrefetchIterator(stuck_in_the_sample(gate), device="cpu", timeout=0.1))
+        next(it)
+        with contextlib.suppress(TimeoutError):
+            next(it)
+        gate.opened.set()
+        return weakref.ref(local)
+
+    before = threads()
+    with Gate(at=1) as gate:
+        local = loop(gate)
+        assert local() is None
+        assert eventually(lambda: not threads(since=before), collect=False)
+
+
 def test_iteration_goes_on_after_a_timeout():
     with Gate(at=2) as gate:
         it = iter(PrefetchIterator(stuck_in_the_sample(gate), device="cpu", timeout=0.1))
@@ -660,3 +681,13 @@ def test_a_dataset_that_can_not_be_indexed(num_threads):
     got, raised = taken(PrefetchIterator(DataLoader(NoItems()), device="cpu", num_threads=num_threads))
     assert got == []
     assert type(raised) is NotImplementedError
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_batch_that_contains_itself(num_threads):
+    batch = [torch.ones(1)]
+    batch.append(batch)
+    it = iter(PrefetchIterator([[torch.zeros(1)], batch], device="cpu", num_threads=min(num_threads, 1)))
+    assert next(it) == [0]
+    with pytest.raises(RecursionError, match="the batch contains itself, or is nested too deeply"):
+        next(it)

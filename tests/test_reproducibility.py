@@ -636,7 +636,7 @@ def test_after_an_error_too():
         (
             {"loader": PrefetchIterator([1], "cpu")},
             TypeError,
-            "loader must be a DataLoader, a PrefetchIterator of one or None, not list",
+            "loader must be a DataLoader, a PrefetchIterator of one or None, not a PrefetchIterator of list",
         ),
         ({"num_threads": 4}, TypeError, "num_threads must be a collection of integers, such as (0, 1, 4), not 4"),
         ({"num_threads": "04"}, TypeError, "num_threads must be a collection of integers, such as (0, 1, 4), not '04'"),
