@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "staged_copy.h"
@@ -197,13 +198,11 @@ void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors)
   call_driver("handing batch " + std::to_string(batch) + " over", [&] {
     const auto stream = engine.consumer_stream();
     engine.make_wait(stream, ready(batch));
-    // The allocator knows storages, and small leaves beside each other share one. Another call would change nothing.
-    const c10::StorageImpl* kept = nullptr;
+    // The allocator knows storages, of which small leaves share some. Another call would change nothing.
+    std::unordered_set<const c10::StorageImpl*> kept;
     for (const auto& tensor : tensors) {
       if (tensor.device() != stream.device()) continue;
-      const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-      if (storage != kept) engine.keep_for(stream, tensor);
-      kept = storage;
+      if (kept.insert(tensor.storage().unsafeGetStorageImpl()).second) engine.keep_for(stream, tensor);
     }
   });
 }
