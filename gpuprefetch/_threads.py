@@ -121,8 +121,8 @@ def _stack(ident: int | None) -> str:
 
 
 def interrupt_later() -> None:
-    """Ctrl-C anew in the main thread, for a finalizer that it arrived in: raised there it would go nowhere, and so would
-    one that comes before the finalizer has ended."""
+    """Ctrl-C anew in the main thread, for a finalizer that it arrived in: raised there it goes nowhere, and so does one
+    that comes before the finalizer has ended."""
     timer = threading.Timer(_LATER_SECONDS, _thread.interrupt_main)
     timer.daemon = True
     timer.start()
