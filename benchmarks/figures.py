@@ -200,7 +200,18 @@ def slow_datasets() -> str:
     """docs/slow-datasets.md: what each way of storing photos gives."""
     from slow_datasets import table
 
-    return markdown(table(read("slow-datasets")))
+    result = read("slow-datasets")
+    packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
+    where = paragraph(
+        f"{described(result['environment'])}; {packages}. Median of {result['settings']['repeats']} repeats."
+    )
+    return f"    {command(result['environment'])}\n\n{where}\n\n{markdown(table(result))}"
+
+
+def described(environment: dict[str, Any]) -> str:
+    """Device and software, without the kernel's build."""
+    device, software = headline(environment)
+    return f"{device}; {software.rsplit(', ', 1)[0]}"
 
 
 def machine() -> str:
@@ -211,9 +222,7 @@ def machine() -> str:
         environment = result["environment"]
         if environment.get("gil", True):
             all_cores = {**environment, "cpus_usable": environment["cpu_count"]}  # some cells were given fewer
-            device, software = headline(all_cores)
-            without_kernel = software.rsplit(", ", 1)[0]
-            kinds.setdefault(f"{device}; {without_kernel}", []).append(COLUMNS.get(name, name))
+            kinds.setdefault(described(all_cores), []).append(COLUMNS.get(name, name))
     if len(kinds) == 1:
         return paragraph(f"{kinds.popitem()[0]}.")
     return "\n".join(

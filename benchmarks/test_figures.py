@@ -106,10 +106,14 @@ def test_there_may_be_no_figures_of_threads_yet(monkeypatch):
 def test_storages_are_a_table(monkeypatch, tmp_path):
     rates = {"1": figure([50.0]), "16": figure([400.0])}
     storage = {"description": "JPEG", "bytes_per_photo": {"disk": 21_300.0, "memory": 0.0}, "samples_per_second": rates}
-    result = {"settings": {"threads": 16}, "storages": [storage]}
+    environment = figures.read("memory-kernels")["environment"]
+    settings = {"threads": 16, "repeats": 5}
+    result = {"environment": environment, "packages": {"pillow": "13"}, "settings": settings, "storages": [storage]}
     (tmp_path / "slow-datasets.json").write_text(json.dumps(result), encoding="utf-8")
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert figures.block("slow datasets").splitlines() == [
+    *_, told, _, head, line, row = figures.block("slow datasets").splitlines()
+    assert told.endswith("pillow 13. Median of 5 repeats.")
+    assert [head, line, row] == [
         "| photos are kept as | KB a photo | 1 thread | 16 threads | gain |",
         "| --- | --- | --- | --- | --- |",
         "| JPEG | 21 | 50 | 400 | 8.0x |",
