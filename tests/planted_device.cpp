@@ -42,6 +42,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void*) const override { call(); }
   bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
   void recordDataPtrOnStream(const c10::DataPtr& memory, const Stream&) const override {
     const std::lock_guard<std::mutex> lock(mutex);
     recorded.push_back(memory.get());

@@ -6,15 +6,12 @@ What it copies lies before memory that can't be read, so a byte read too many en
 import ctypes
 import itertools
 import mmap
-import os
 import random
-import shlex
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from planted import host_stream, planted_device
 
 from gpuprefetch._extension import extension
 
@@ -32,24 +29,8 @@ DTYPES = [
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory):
-    library = tmp_path_factory.mktemp("planted") / "planted_device.so"
-    torch_folder = Path(torch.__file__).parent
-    command = [
-        *shlex.split(os.environ.get("CXX", "c++")),
-        *("-shared", "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"),
-        *(f"-I{torch_folder / 'include'}", str(Path(__file__).with_name("planted_device.cpp"))),
-        *(f"-L{torch_folder / 'lib'}", "-lc10", "-o", str(library)),
-    ]
-    try:
-        subprocess.run(command, check=True)
-    except FileNotFoundError:
-        pytest.skip(f"no compiler is called {command[0]}")
-    planted = ctypes.CDLL(str(library))
-    planted.fail_after.argtypes = [ctypes.c_int64]
-    planted.times_recorded.argtypes, planted.times_recorded.restype = [ctypes.c_void_p], ctypes.c_int64
-    planted.install()
-    yield planted
-    planted.remove_again()
+    with planted_device(tmp_path_factory.mktemp("planted")) as planted:
+        yield planted
 
 
 class Copier:
@@ -58,7 +39,7 @@ class Copier:
     def __init__(self, ring_bytes):
         native = extension()
         self.numbers = itertools.count()
-        self.copier = native.DeviceCopier(torch.Stream(stream_id=0, device_index=0, device_type=0), 2)
+        self.copier = native.DeviceCopier(host_stream(), 2)
         self.ring = torch.full((ring_bytes,), 0xAB, dtype=torch.uint8)
         piece = min(2 * MIB, ring_bytes // 8)
         self.copier.set_ring(self.ring.data_ptr(), piece, list(range(1, 9)) if ring_bytes else [])

@@ -1,0 +1,172 @@
+"""A batch's whole way to a CUDA device, without one: loader threads, lane, compiled copier, hand-over.
+
+On the planted device a copy is done at once, so what streams and events have to keep apart is not shown here: the tests
+marked ``gpu`` do that.
+"""
+
+import gc
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loaders import THREADS, Ramp, eventually, threads, vals
+from planted import Planted, planted_cuda, planted_device
+from test_property import EXAMPLES, batches, drawn, plans
+from torch.utils.data import DataLoader, default_collate
+
+from gpuprefetch._batch import leaves
+from gpuprefetch._extension import extension
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the planted device is built for Linux")
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(tmp_path_factory):
+    with planted_device(tmp_path_factory.mktemp("planted")) as planted, planted_cuda():
+        yield planted
+
+
+def passed_on(loaded):
+    return DataLoader(loaded, batch_size=None, collate_fn=lambda batch: batch)
+
+
+def assert_copied(out, source):
+    """Leaf for leaf: plain tensors are copies, dense with the strides that ``.to`` gives; all else is as it was."""
+    plain = {id(tensor) for tensor in extension().split(leaves(source))[0]}
+    sources, outs = leaves(source), leaves(out)
+    assert len(outs) == len(sources)
+    for made, given_in in zip(outs, sources, strict=True):
+        if id(given_in) not in plain:
+            assert made is given_in
+            continue
+        assert made is not given_in and type(made) is torch.Tensor
+        expected = torch.empty_like(given_in).copy_(given_in)
+        assert (made.dtype, made.shape, made.stride()) == (expected.dtype, expected.shape, expected.stride())
+        if made.numel():
+            made, expected = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (made, expected))
+            assert torch.equal(made, expected)
+
+
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support:UserWarning")
+@EXAMPLES
+@given(
+    loaded=st.lists(batches, min_size=1, max_size=3),
+    num_threads=st.sampled_from(THREADS),
+    ahead=st.integers(1, 3),
+    ring=st.sampled_from([0, MIB, 64 * MIB]),
+)
+@pytest.mark.filterwarnings("ignore:no pinned memory:RuntimeWarning")
+def test_batches_are_the_plain_loaders(loaded, num_threads, ahead, ring):
+    with Planted(passed_on(loaded), "cpu", num_threads=num_threads, prefetch_batches=ahead, pinned_bytes=ring) as p:
+        out = list(p)
+    for moved, source in zip(out, loaded, strict=True):
+        assert_copied(moved, source)
+
+
+@settings(EXAMPLES, max_examples=60)
+@given(plan=plans(), num_threads=st.integers(0, 5), ahead=st.integers(1, 4))
+def test_batches_and_errors_are_the_plain_loaders(plan, num_threads, ahead):
+    planted = Planted(plan.loader(), "cpu", num_threads=num_threads, prefetch_batches=ahead)
+    assert drawn(planted) == drawn(plan.loader())
+
+
+class Mixed(Ramp):
+    """Samples of which some parts are gathered by the copy, and others are stacked before."""
+
+    def __getitem__(self, i):
+        image = super().__getitem__(i)
+        return {
+            "image": image,
+            "part": image[: self.shape[0] // 2],
+            "channels": image.view(8, -1).t(),
+            "array": np.full((2, KIB), i, np.float32),
+            "pair": (torch.tensor(i), torch.full((KIB,), i)),
+            "name": f"sample {i}",
+            "label": i,
+        }
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_gathered_samples_are_the_stacked_ones(num_threads):
+    dataset = Mixed(23, (16 * KIB,))
+    out = list(Planted(DataLoader(dataset, batch_size=5), "cpu", num_threads=num_threads))
+    assert len(out) == 5
+    for number, batch in enumerate(out):
+        expected = default_collate([dataset[i] for i in range(5 * number, min(5 * number + 5, 23))])
+        assert list(batch) == list(expected) and batch["name"] == expected["name"]
+        for made, wanted in zip(leaves(batch), leaves(expected), strict=True):
+            assert made.stride() == wanted.stride() and torch.equal(made, wanted)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("shape", [(), (KIB,), (3, MIB)], ids=["number", "small", "large"])
+def test_a_buffer_that_collate_fills_again_is_read_first(shape, num_threads):
+    """Invariant 3."""
+    buffer = torch.empty(shape)
+    loader = DataLoader(range(30), batch_size=1, collate_fn=lambda samples: buffer.fill_(samples[0]))
+    out = list(Planted(loader, "cpu", num_threads=num_threads, pinned_bytes=4 * MIB))
+    assert [(int(x.min()), int(x.max())) for x in out] == [(i, i) for i in range(30)]
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_call_of_the_device_that_fails_is_an_error_of_one_epoch(num_threads, device):
+    p = Planted(DataLoader(Ramp(12, (64 * KIB,)), batch_size=1), "cpu", num_threads=num_threads)
+    failures = 0
+    for failing in range(0, 60, 3):
+        it, got = iter(p), []
+        device.fail_after(failing)
+        try:
+            for batch in it:
+                got += vals([batch])
+        except RuntimeError as error:
+            failures += 1
+            assert "failed: planted" in str(error)
+            if "recording the consumer's progress" not in str(error):  # then no batch was taken, and one may ask again
+                assert next(it, "ended") == "ended"
+        finally:
+            device.fail_after(-1)
+        assert got == list(range(len(got)))
+        assert vals(p) == list(range(12))
+    assert failures >= 10
+    p.close()
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_an_epoch_left_at_any_batch_leaves_nothing(num_threads):
+    before = threads()
+    p = Planted(DataLoader(Ramp(6, (8 * KIB,)), batch_size=1), "cpu", num_threads=num_threads)
+    for leave_after in range(7):
+        for number, batch in enumerate(p):
+            assert int(batch[0, 0]) == number
+            if number == leave_after:
+                break
+    share = p._share
+    assert share.copier._ring is not None
+    p.close()
+    assert share.copier._ring is None and share.copier._shares == {}
+    assert threads(since=before) == []
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_sources_and_batches_go_without_a_collection(num_threads, without_collection):
+    made = []
+
+    def collate(samples):
+        batch = {"x": torch.stack(samples), "small": [torch.ones(3) for _ in range(9)]}
+        made.append(weakref.ref(batch["x"]))
+        return batch
+
+    handed_over = []
+    with Planted(DataLoader(Ramp(8), batch_size=1, collate_fn=collate), "cpu", num_threads=num_threads) as p:
+        for batch in p:
+            handed_over.append(weakref.ref(batch["x"]))
+            del batch
+    assert len(made) == len(handed_over) == 8
+    assert eventually(lambda: all(ref() is None for ref in made + handed_over), collect=False)
+    gc.enable()
