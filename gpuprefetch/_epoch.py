@@ -177,9 +177,10 @@ class Epoch(abc.ABC):
 
     def _annotate(self, error: BaseException, number: int, thread_name: str | None = None) -> None:
         thread_name = thread_name or threading.current_thread().name
+        advice = "" if self._source.loads_in_processes else self._ADVICE  # which is about where the dataset runs
         with contextlib.suppress(Exception):  # a class of the user's may have other ideas of its attributes
             if hasattr(error, "add_note"):
-                error.add_note(f"gpuprefetch: at batch {number}, in thread {thread_name!r}{self._ADVICE}")
+                error.add_note(f"gpuprefetch: at batch {number}, in thread {thread_name!r}{advice}")
                 if "Cannot re-initialize CUDA in forked subprocess" in str(error):
                     error.add_note(
                         "gpuprefetch: a worker process can't use CUDA once its parent does. With num_workers=0 in the "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from gpuprefetch._samples import Batch, Samples
 from gpuprefetch._seeds import SeededDataset, Seeds
@@ -40,6 +40,7 @@ class Source:
         self._numbers = itertools.count()
         self._iterator = _begun(loader) if seeds is None else seeds.call("order", _begun_alike, loader)
         self._is_the_users = self._iterator is loader
+        self.loads_in_processes = isinstance(self._iterator, _MultiProcessingDataLoaderIter)
         self.samples: Samples | None = None
         if isinstance(self._iterator, _SingleProcessDataLoaderIter):
             # A subclass may look at what its fetcher gives.
