@@ -5,7 +5,6 @@ import os
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 import warnings
 import weakref
@@ -118,9 +117,7 @@ def test_a_collection_while_an_object_moves_does_not_wait_for_a_thread_that_want
         def to(self, device):
             epoch, thread = abandon()
             assert eventually(lambda: "in move" in stack_of(thread), collect=False)
-            began = time.monotonic()
             gc.collect()
-            took.append(time.monotonic() - began)
             assert epoch() is None
             return torch.zeros(2).to(device)
 
@@ -128,11 +125,10 @@ def test_a_collection_while_an_object_moves_does_not_wait_for_a_thread_that_want
         frame = sys._current_frames().get(thread.ident)
         return "".join(traceback.format_stack(frame)) if frame else ""
 
-    took = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         assert len(list(PrefetchIterator([Collects()], device=device, num_threads=0))) == 1
-    assert took[0] < 1.5
+    assert [str(warning.message) for warning in caught] == []  # such as "not stopped within 2 s"
     assert eventually(lambda: not threads(since=before))
 
 
