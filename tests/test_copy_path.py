@@ -4,7 +4,6 @@ On the planted device a copy is done at once, so what streams and events have to
 marked ``gpu`` do that.
 """
 
-import gc
 import sys
 import weakref
 
@@ -153,20 +152,32 @@ def test_an_epoch_left_at_any_batch_leaves_nothing(num_threads):
     assert threads(since=before) == []
 
 
-@pytest.mark.parametrize("num_threads", THREADS)
-def test_sources_and_batches_go_without_a_collection(num_threads, without_collection):
-    made = []
+def watched(made):
+    """A loader of batches whose largest tensors ``made`` refers to."""
 
     def collate(samples):
         batch = {"x": torch.stack(samples), "small": [torch.ones(3) for _ in range(9)]}
         made.append(weakref.ref(batch["x"]))
         return batch
 
-    handed_over = []
-    with Planted(DataLoader(Ramp(8), batch_size=1, collate_fn=collate), "cpu", num_threads=num_threads) as p:
+    return DataLoader(Ramp(8), batch_size=1, collate_fn=collate)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_sources_and_batches_go_without_a_collection(num_threads, without_collection):
+    made, handed_over = [], []
+    with Planted(watched(made), "cpu", num_threads=num_threads) as p:
         for batch in p:
             handed_over.append(weakref.ref(batch["x"]))
             del batch
     assert len(made) == len(handed_over) == 8
     assert eventually(lambda: all(ref() is None for ref in made + handed_over), collect=False)
-    gc.enable()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_batch_that_is_ready_holds_no_source(num_threads, without_collection):
+    made = []
+    it = iter(Planted(watched(made), "cpu", num_threads=num_threads))
+    next(it), next(it)  # before the second one a single batch is ahead
+    assert eventually(lambda: len(made) == 4 and all(ref() is None for ref in made), collect=False)
+    assert len(list(it)) == 6
