@@ -21,6 +21,9 @@ namespace {
 // That many more by this thread, then one is refused. Negative: no limit.
 thread_local std::int64_t allocations_left = -1;
 
+// GCC would see free() where a delete is inlined, and take it for a mismatch.
+void (*volatile give_back)(void*) = std::free;
+
 }  // namespace
 
 void* operator new(std::size_t bytes) {
@@ -28,8 +31,8 @@ void* operator new(std::size_t bytes) {
   if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
   throw std::bad_alloc();
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory) noexcept { give_back(memory); }
+void operator delete(void* memory, std::size_t) noexcept { give_back(memory); }
 
 namespace gpuprefetch {
 namespace {
