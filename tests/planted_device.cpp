@@ -19,6 +19,7 @@ const Device kHost(c10::DeviceType::CPU, -1);
 std::mutex mutex;
 std::vector<const void*> recorded;
 std::int64_t until_failure = -1;
+bool is_slow = false;
 
 void call() {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -38,7 +39,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const Stream&) const override { call(); }
   bool queryEvent(void*) const override {
     call();
-    return true;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return !is_slow;
   }
   void synchronizeEvent(void*) const override { call(); }
   bool queryStream(const Stream&) const override { return true; }
@@ -65,6 +67,12 @@ void remove_again() { place().store(before); }
 void fail_after(std::int64_t calls) {
   const std::lock_guard<std::mutex> lock(mutex);
   until_failure = calls;
+}
+
+// With 1 no event is done for who only asks, until 0.
+void be_slow(int slow) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  is_slow = slow != 0;
 }
 
 void forget_recorded() {

@@ -5,6 +5,7 @@ marked ``gpu`` do that.
 """
 
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -17,6 +18,7 @@ from planted import Planted, planted_cuda, planted_device
 from test_property import EXAMPLES, batches, drawn, plans
 from torch.utils.data import DataLoader, default_collate
 
+from gpuprefetch import _copy_lane
 from gpuprefetch._batch import leaves
 from gpuprefetch._extension import extension
 
@@ -181,3 +183,77 @@ def test_a_batch_that_is_ready_holds_no_source(num_threads, without_collection):
     next(it), next(it)  # before the second one a single batch is ahead
     assert eventually(lambda: len(made) == 4 and all(ref() is None for ref in made), collect=False)
     assert len(list(it)) == 6
+
+
+# --- what moves by itself ---------------------------------------------------------------------------------------------
+
+
+class Moves:
+    """Its tensor is in sight."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device, non_blocking=False):
+        return type(self)(self.tensor.clone())
+
+
+class Records(Moves):
+    def record_stream(self, stream):
+        self.recorded_by = threading.current_thread().name
+
+
+class Opaque:
+    """Its tensor can't be found, so it moves at the hand-over."""
+
+    def __init__(self, tensor, moved_by=None):
+        self.get, self.moved_by = (lambda: tensor), moved_by
+
+    def to(self, device, non_blocking=False):
+        return Opaque(self.get().clone(), threading.current_thread().name)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_objects_with_a_to_of_their_own(num_threads):
+    def make(i):
+        tensor = torch.full((4,), i)
+        return {"plain": tensor, "moves": Moves(tensor), "records": Records(tensor), "opaque": Opaque(tensor)}
+
+    loaded = [make(i) for i in range(6)]
+    for i, batch in enumerate(Planted(passed_on(loaded), "cpu", num_threads=num_threads)):
+        tensors = [batch["plain"], batch["moves"].tensor, batch["records"].tensor, batch["opaque"].get()]
+        assert vals(tensors) == [i] * 4
+        assert all(tensor is not loaded[i]["plain"] for tensor in tensors)
+        here = threading.current_thread().name
+        assert batch["records"].recorded_by == batch["opaque"].moved_by == here
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_an_object_that_finds_no_memory_is_moved_again_when_its_batch_is_due(num_threads):
+    """Invariant 11."""
+    tried = []
+
+    class Large(Moves):
+        def to(self, device, non_blocking=False):
+            tried.append(int(self.tensor[0]))
+            if tried.count(3) == 1 and tried[-1] == 3:
+                raise torch.OutOfMemoryError("planted")
+            return super().to(device, non_blocking)
+
+    loaded = [Large(torch.full((4,), i)) for i in range(6)]
+    out = list(Planted(passed_on(loaded), "cpu", num_threads=num_threads))
+    assert [int(batch.tensor[0]) for batch in out] == list(range(6))
+    assert tried == [0, 1, 2, 3, 3, 4, 5]
+
+
+def test_a_device_that_does_not_go_on_is_waited_for_and_then_passed_by(device, monkeypatch):
+    """A rank may wait for a peer that waits for it."""
+    monkeypatch.setattr(_copy_lane, "OVERDUE_SECONDS", 0.2)
+    p = Planted(DataLoader(Ramp(8, (8 * MIB,)), batch_size=1), "cpu")
+    device.be_slow(1)
+    try:
+        with pytest.warns(RuntimeWarning, match="held back for within") as caught:
+            assert vals(p) == list(range(8))
+    finally:
+        device.be_slow(0)
+    assert len(caught) == 1
