@@ -98,16 +98,19 @@ def test_the_switch_interval_is_set_for_an_epoch(name, seconds, opened):
 
 def test_no_sample_begins_during_a_step_with_a_batch_ready(opened, monkeypatch):
     monkeypatch.setattr(contention, "LONGEST_PAUSE_SECONDS", 30.0)
-    begun, go_on = [], threading.Event()
+    begun, has_first, go_on = [], threading.Event(), threading.Event()
 
     def make(index):
         begun.append(index)
+        if index >= BATCH:  # else 1 might be ready together with 0, and the pause begin there
+            assert has_first.wait(30)
         if index >= 3 * BATCH:
             assert go_on.wait(30)
         return image(index)
 
     epoch = iter(opened("gpuprefetch8-pausing", make, prefetch_batches=6))
     next(epoch)
+    has_first.set()
     ready = epoch.gi_frame.f_locals["epoch"]._epoch._ready
     assert eventually(lambda: ready.qsize() == 2 and len(begun) == 4 * BATCH)  # 1 and 2 are ready; 3 is being loaded
     next(epoch)  # 1: the step begins, and 2 is ready
