@@ -46,19 +46,6 @@ README_ROWS = {
 }
 
 
-# ms a step of single runs on another host with an H100, before this benchmark stood: ResNet-50, samples in memory.
-EARLIER = {
-    "memory-resnet50": {
-        "compute": 20.7, "dataloader": 44.6, "pinned": 34.5, "apex": 29.3, "thread": 30.0, "workers4": 33.8,
-        "nodes8": 22.7, "spdl8": 39.8,
-    },
-    "memory-resnet50-sync": {
-        "compute": 19.3, "dataloader": 35.8, "pinned": 33.7, "apex": 40.8, "thread": 27.9, "workers4": 31.2,
-        "nodes8": 28.5, "spdl8": 38.6,
-    },
-}  # fmt: skip
-
-
 DECODERS = {"opencv": "OpenCV", "torchvision": "torchvision.io", "pil": "PIL"}  # in the order of their tables
 WAYS = {"gpuprefetch": "threads", "workers": "processes"}
 
@@ -151,19 +138,17 @@ def command(environment: dict[str, Any]) -> str:
 
 def earlier() -> str:
     """docs/performance.md: rows over compute alone, as they were measured earlier and as they are."""
-    results = {name: read(name) for name in EARLIER}
-    lines = [["ms a step over compute alone", "earlier", "now", "waited for: earlier", "now"]]
-    lines.append(["compute alone, ms"])
-    for name, figures in EARLIER.items():
-        lines[-1] += [f"{figures['compute']:.1f}", one_digit(results[name]["parts_ms"]["compute"])]
-    for row_name in list(EARLIER["memory-resnet50"])[1:]:
-        line = [row_name]
-        for name, figures in EARLIER.items():
-            compute = results[name]["parts_ms"]["compute"]["median"]
-            row = find(results[name], row_name)
-            now = "" if row is None else f"{row['ms_per_step']['median'] / compute:.2f}"
-            line += [f"{figures[row_name] / figures['compute']:.2f}", now]
-        lines.append(line)
+    before = read("earlier")["ms_per_step"]
+    results = {name: read(name) for name in before}
+    lines = [["ms a step over compute alone", "earlier", "now", "waited for: earlier", "now"], ["compute alone, ms"]]
+    for name, result in results.items():
+        lines[-1] += [f"{before[name]['compute']:.1f}", one_digit(result["parts_ms"]["compute"])]
+    for row_name in [name for name in before["memory-resnet50"] if name != "compute"]:
+        lines.append([row_name])
+        for name, result in results.items():
+            row = find(result, row_name)
+            now = "" if row is None else f"{row['ms_per_step']['median'] / result['parts_ms']['compute']['median']:.2f}"
+            lines[-1] += [f"{before[name][row_name] / before[name]['compute']:.2f}", now]
     return markdown(lines)
 
 

@@ -154,9 +154,11 @@ KINDS = ["plain", "part", "transposed part", "pinned", "array", "negative", "sub
 def test_a_collate_that_reuses_one_buffer(kind, threads, spin):
     n = 24
     buffer, make, look = one_buffer(kind)
+    filled = []
 
     def collate(samples):
         buffer.fill_(samples[0])
+        filled.append(samples[0])
         return make(buffer)
 
     ranges = Ranges(n)
@@ -164,7 +166,7 @@ def test_a_collate_that_reuses_one_buffer(kind, threads, spin):
     for i, batch in enumerate(PrefetchIterator(loader, device="cuda", num_threads=threads)):
         if i % 4 == 0:
             spin(10)
-            time.sleep(0.01)  # the loader runs ahead
+            assert eventually(lambda i=i: len(filled) >= min(i + 2, n), collect=False)
         ranges.note(i, torch.cat([x.reshape(-1) for x in look(batch)]))
     ranges.assert_ramp()
 
@@ -489,7 +491,7 @@ def test_arrays_are_freed_while_another_thread_holds_the_gil():
         for k in range(2):
             started.set()
             library.usleep(1_000_000 >> k)
-            time.sleep(0.05)  # lets the others go on for a while
+            time.sleep(0.05)  # load: between two calls that keep the GIL
 
     def loop():
         out = []
