@@ -143,7 +143,7 @@ def start(body, prelude=PRELUDE, **options):
     )
 
 
-def finish(process, seconds=60):
+def finish(process, seconds=120):
     """The ended process's (return code, stdout, stderr). One that does not end is killed, and the test fails."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -154,5 +154,5 @@ def finish(process, seconds=60):
     return process.returncode, out, err
 
 
-def script(body, seconds=60, **options):
+def script(body, seconds=120, **options):
     return finish(start(body, **options), seconds)

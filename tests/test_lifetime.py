@@ -754,43 +754,48 @@ def test_an_epoch_that_begins_while_the_exit_hook_looks_around_is_ended_too(monk
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("end", ["del it", "p.close()", "p = None"])
-def test_an_interrupt_while_an_abandoned_epoch_is_waited_for_arrives(end):
+def test_an_interrupt_while_an_abandoned_epoch_is_waited_for_arrives():
     """Where that is in a finalizer, Python itself would print the exception, and go on."""
     code, out, err = script(
-        f"""
+        """
         import _thread
-        ending, entered = threading.Event(), threading.Event()
 
-        def hook(i):
-            if i:
-                entered.set()
+        def run(end):
+            ending, entered = threading.Event(), threading.Event()
+
+            def hook(i):
+                if i:
+                    entered.set()
+                    ending.wait(20)
+                    time.sleep(1)  # load
+
+            def interrupt():
                 ending.wait(20)
-                time.sleep(1)  # load
+                time.sleep(0.2)  # load: into the wait
+                _thread.interrupt_main()
 
-        def interrupt():
-            ending.wait(20)
-            time.sleep(0.2)  # load: into the wait
-            _thread.interrupt_main()
+            p = PrefetchIterator(DataLoader(Ramp(9, hook=hook)), device="cpu")
+            held = [iter(p) if end == "an epoch" else p]
+            del p
+            next(held[0])
+            assert entered.wait(20)
+            threading.Thread(target=interrupt, daemon=True).start()
+            try:
+                ending.set()
+                if end == "close()":
+                    held[0].close()
+                held.clear()
+                for _ in range(100):
+                    time.sleep(0.05)  # load: what the program goes on with
+                print(end, "went on")
+            except KeyboardInterrupt:
+                print(end, "interrupted")
 
-        p = PrefetchIterator(DataLoader(Ramp(9, hook=hook)), device="cpu")
-        it = p if {end!r} == "p.close()" else iter(p)
-        next(it)
-        assert entered.wait(20)
-        threading.Thread(target=interrupt, daemon=True).start()
-        try:
-            ending.set()
-            if {end!r} == "p = None":
-                it = None
-            {end}
-            for _ in range(100):
-                time.sleep(0.05)  # load: what the program goes on with
-            print("went on")
-        except KeyboardInterrupt:
-            print("interrupted")
+        for end in ("an epoch", "an iterator", "close()"):
+            run(end)
         """
     )
-    assert (code, out, err) == (0, "interrupted\n", "")
+    assert (code, out, err) == (0, "an epoch interrupted\nan iterator interrupted\nclose() interrupted\n", "")
 
 
 # --- a forked child
