@@ -1,6 +1,6 @@
 // The only file that sees Python. C++ below it doesn't drop a last reference to what Python made (arguments are
-// borrowed for the length of a call), and takes the GIL only to ask for free memory, when batches grow, and for
-// signals.
+// borrowed for the length of a call) but in hand_over(), which has the GIL, and takes the GIL only to ask for free
+// memory, when batches grow, and for signals.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -12,6 +12,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -115,7 +116,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
           "set_ring",
           [](DeviceCopier& copier, std::uintptr_t memory, std::size_t piece_bytes,
              const std::vector<std::uintptr_t>& events) { copier.set_ring(memory, piece_bytes, events_of(events)); },
-          py::arg("memory"), py::arg("piece_bytes"), py::arg("events"), release_gil());
+          py::arg("memory"), py::arg("piece_bytes"), py::arg("events"), release_gil())
+      .def("leak_handed_over", &DeviceCopier::leak_handed_over);
 
   // ask() and hand_over() keep the GIL: they take microseconds, and a thread that gives it away beside a busy loader
   // thread gets it back milliseconds later.
@@ -138,10 +140,14 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
           "put",
           [](Lane& lane, std::int64_t batch, const std::vector<at::Tensor>& tensors,
              const std::vector<std::vector<at::Tensor>>& stacks, std::int64_t other_bytes,
-             bool finish) { return lane.put(batch, {tensors, stacks}, other_bytes, finish); },
+             bool finish) -> std::optional<std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>> {
+            auto outputs = lane.put(batch, {tensors, stacks}, other_bytes, finish);
+            if (!outputs) return std::nullopt;
+            return std::pair(std::move(outputs->tensors), std::move(outputs->storages));
+          },
           py::arg("batch"), py::arg("tensors"), py::arg("stacks"), py::arg("other_bytes"), py::arg("finish"),
           release_gil())
-      .def("hand_over", &Lane::hand_over, py::arg("batch"), py::arg("tensors"))
+      .def("hand_over", &Lane::hand_over, py::arg("batch"), py::arg("held"))
       .def("stop", &Lane::stop)
       .def_property_readonly("overdue", &Lane::overdue);
 }

@@ -47,8 +47,8 @@ class StreamEngine final : public CopyEngine {
     const c10::DeviceGuard guard(stream.device());
     impl_.block(event, stream);
   }
-  void keep_for(c10::Stream stream, const at::Tensor& tensor) const {
-    impl_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  void keep_for(c10::Stream stream, const c10::Storage& memory) const {
+    impl_.recordDataPtrOnStream(memory.data_ptr(), stream);
   }
 
   // Under Windows' display driver model commands may sit in a queue of the driver until something asks for them.
@@ -124,6 +124,18 @@ void DeviceCopier::set_ring(std::uintptr_t memory, std::size_t piece_bytes, cons
                          : std::make_unique<PinnedRing>(reinterpret_cast<std::byte*>(memory), piece_bytes, events);
 }
 
+void DeviceCopier::remember(const c10::Storage& memory) {
+  WeakStorage reference = memory.getWeakStorageImpl();
+  const std::lock_guard<std::mutex> lock(handed_over_mutex_);
+  handed_over_[next_handed_over_++ % handed_over_.size()].swap(reference);
+  // The oldest one ends behind the lock: it may be the last to keep a Python object, whose end may run any code.
+}
+
+void DeviceCopier::leak_handed_over() {
+  const std::lock_guard<std::mutex> lock(handed_over_mutex_);
+  for (const auto& reference : handed_over_) reference.lock().release();
+}
+
 Lane::Lane(std::shared_ptr<DeviceCopier> copier, std::int64_t prefetch_batches, const std::vector<Event>& events,
            std::chrono::milliseconds overdue_after, std::function<std::int64_t()> free_bytes)
     : copier_(std::move(copier)),
@@ -162,8 +174,7 @@ bool Lane::wait_until_due(std::int64_t batch, const std::function<void()>& inter
   return room != HoldBack::Room::kStopped;
 }
 
-std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes,
-                                                 bool finish) {
+std::optional<Outputs> Lane::put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes, bool finish) {
   // Before anything that others share is taken: a consumer that pauses may pause for ever.
   const Layout layout = lay_out(sources);
   const auto bytes = static_cast<std::int64_t>(layout.bytes());
@@ -190,19 +201,21 @@ std::optional<std::vector<at::Tensor>> Lane::put(std::int64_t batch, const Sourc
   }
   hold_back_.took_memory(batch);
   call_driver("copying " + subject, [&] { copy(sources, layout, outputs, ready(batch), finish); });
-  return std::move(outputs.tensors);
+  return outputs;
 }
 
-void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors) {
+void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& held) {
   const StreamEngine engine(copier_->stream_);
   call_driver("handing batch " + std::to_string(batch) + " over", [&] {
     const auto stream = engine.consumer_stream();
     engine.make_wait(stream, ready(batch));
-    // The allocator knows storages, of which small leaves share some. Another call would change nothing.
+    // A dataset's own tensors may share a storage. Another call would change nothing.
     std::unordered_set<const c10::StorageImpl*> kept;
-    for (const auto& tensor : tensors) {
+    for (const auto& tensor : held) {
       if (tensor.device() != stream.device()) continue;
-      if (kept.insert(tensor.storage().unsafeGetStorageImpl()).second) engine.keep_for(stream, tensor);
+      if (!kept.insert(tensor.storage().unsafeGetStorageImpl()).second) continue;
+      copier_->remember(tensor.storage());
+      engine.keep_for(stream, tensor.storage());
     }
   });
 }
@@ -210,7 +223,8 @@ void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors)
 void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& outputs, Event ready, bool finish) {
   std::vector<Destination> staged, pinned;
   for (std::size_t i = 0; i < layout.storages.size(); ++i) {
-    staged.push_back(Destination{outputs.storages[i], layout.storages[i].bytes, {}});
+    auto* const begin = static_cast<std::byte*>(outputs.storages[i].mutable_data_ptr());
+    staged.push_back(Destination{begin, layout.storages[i].bytes, {}});
   }
   std::vector<at::Tensor> dense;  // keeps what dense_like() made until it has been read
   auto place = layout.places.begin();

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
 #include <chrono>
@@ -48,14 +50,27 @@ class DeviceCopier {
   // memory of the old one is not used any more. The caller owns the memory and keeps it until the next call.
   void set_ring(std::uintptr_t memory, std::size_t piece_bytes, const std::vector<Event>& events);
 
+  // For the end of a process whose device is beyond reach: keeps what was handed over last and is still there. Freeing
+  // memory that was recorded on a stream calls the driver, and a refusal there ends the process by abort: instead of
+  // the error that broke the device, that would be the last word. Call it under the GIL.
+  void leak_handed_over();
+
  private:
   friend class Lane;
+
+  void remember(const c10::Storage& memory);
 
   const c10::Stream stream_;
   MemcpyPool& pool_;
   std::mutex
       ring_mutex_;  // held while a batch goes through the ring: there is one bus, so batches gain nothing by sharing
   std::unique_ptr<PinnedRing> ring_;
+
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  std::mutex handed_over_mutex_;
+  std::vector<WeakStorage> handed_over_ =
+      std::vector<WeakStorage>(256, WeakStorage(c10::intrusive_ptr<c10::StorageImpl>()));  // none yet
+  std::size_t next_handed_over_ = 0;
 };
 
 // The way of one epoch's batches to the device and into the consumer's stream. Batches are numbered from 0 in the
@@ -89,12 +104,11 @@ class Lane {
   // device besides. Sleeps until there is room for the batch. At return all sources have been read; with `finish`, or
   // where a source did not go through the ring, all copies have run. Without memory it waits until the batch is due and
   // tries once more (invariant 11). Nothing if stopped. Throws CopyError.
-  std::optional<std::vector<at::Tensor>> put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes,
-                                             bool finish);
+  std::optional<Outputs> put(std::int64_t batch, const Sources& sources, std::int64_t other_bytes, bool finish);
 
   // Consumer: makes the stream current in this thread wait for the batch's copy, and the allocator keep the memory of
-  // `tensors` until that stream is through with it. No host wait.
-  void hand_over(std::int64_t batch, const std::vector<at::Tensor>& tensors);
+  // `held` until that stream is through with it. No host wait.
+  void hand_over(std::int64_t batch, const std::vector<at::Tensor>& held);
 
   // Ends all waits, now and for ever.
   void stop() { hold_back_.stop(); }

@@ -17,7 +17,6 @@ int dtype_of(const at::Tensor& tensor) { return static_cast<int>(tensor.scalar_t
 class Allocation {
  public:
   Allocation(const Layout& layout, c10::Device device) : layout_(layout), device_(device) {
-    packs_.resize(layout.storages.size());
     outputs_.storages.resize(layout.storages.size());
     outputs_.tensors.reserve(layout.places.size());
   }
@@ -27,18 +26,17 @@ class Allocation {
   void add(const at::TensorOptions& options, Make make, Shape shape) {
     const Layout::Place place = layout_.places[outputs_.tensors.size()];
     const Layout::Storage& storage = layout_.storages[place.storage];
+    at::Tensor& pack = outputs_.storages[place.storage];
     if (storage.leaves == 1) {
-      outputs_.tensors.push_back(make(device_));
-      set_address(place.storage, outputs_.tensors.back());
+      pack = make(device_);
+      outputs_.tensors.push_back(pack);
       return;
     }
     const std::size_t itemsize = options.dtype().itemsize();
-    at::Tensor& pack = packs_[place.storage];
     if (!pack.defined()) {
       pack = at::empty({static_cast<std::int64_t>(storage.bytes / itemsize)}, options.device(device_));
       // A leaf that outgrew its place would lie over its neighbours, and a storage of 0 bytes would take them along.
       pack.storage().unsafeGetStorageImpl()->set_resizable(false);
-      set_address(place.storage, pack);
     }
     auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(pack.storage()), pack.key_set(), pack.dtype());
     const at::Tensor like = shape();
@@ -50,13 +48,8 @@ class Allocation {
   Outputs take() { return std::move(outputs_); }
 
  private:
-  void set_address(std::size_t storage, const at::Tensor& first) {
-    outputs_.storages[storage] = static_cast<std::byte*>(first.mutable_data_ptr());
-  }
-
   const Layout& layout_;
   const c10::Device device_;
-  std::vector<at::Tensor> packs_;  // the storages with several leaves
   Outputs outputs_;
 };
 

@@ -19,7 +19,7 @@ struct Sources {
 
 struct Outputs {
   std::vector<at::Tensor> tensors;   // for each of Sources::tensors, then for each stack
-  std::vector<std::byte*> storages;  // where each storage of the layout begins
+  std::vector<at::Tensor> storages;  // for each storage of the layout, a tensor that begins where it does
 };
 
 // Of the tensors first, then of the stacks.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import os
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -49,7 +47,6 @@ class Copier:
         self._fitting = False
         self._ring: torch.Tensor | None = None
         self._ring_events: list[torch.cuda.Event] = []
-        self._handed_over: collections.deque[weakref.ref[torch.Tensor]] = collections.deque(maxlen=256)
 
     @classmethod
     def of(cls, device: torch.device) -> Copier:
@@ -74,10 +71,6 @@ class Copier:
     def give_events(self, events: list[torch.cuda.Event]) -> None:
         self._events += events
 
-    def remember(self, tensors: list[torch.Tensor]) -> None:
-        """These are the consumer's from now on."""
-        self._handed_over += map(weakref.ref, tensors)
-
     def open(self, key: int, pinned_bytes: int) -> None:
         with _lock:
             self._shares[key] = pinned_bytes
@@ -95,9 +88,7 @@ class Copier:
         try:
             self.stream.query()
         except RuntimeError:
-            # Freeing a tensor that was recorded on a stream calls the driver, and a refusal there ends the process by
-            # abort: instead of the error that broke the device, that would be the last word.
-            _leak(*(tensor for ref in self._handed_over if (tensor := ref()) is not None))
+            self.native.leak_handed_over()
 
     def _fit_ring(self) -> None:
         if self._fitting:  # a collection on the way closed another share: the loop below looks again

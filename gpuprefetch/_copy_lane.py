@@ -72,9 +72,11 @@ class CopyLane:
     def copy(self, record: Record) -> None:
         stacks = [stack.samples for stack in record.stacks]
         with one_intra_op_thread():  # torch makes dense what isn't
-            outputs = self._native.put(record.number, record.plain, stacks, record.other_bytes, record.finish)
-        if outputs is None:
+            copied = self._native.put(record.number, record.plain, stacks, record.other_bytes, record.finish)
+        if copied is None:
             raise Stopped
+        record.outputs, storages = copied
+        record.held += storages
         if self._native.overdue and not self._warned_overdue:
             self._warned_overdue = True
             warnings.warn(
@@ -83,8 +85,6 @@ class CopyLane:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        record.outputs = outputs
-        record.held += outputs
 
     def assemble(self, record: Record) -> None:
         if record.late:
@@ -99,7 +99,6 @@ class CopyLane:
 
     def hand_over(self, record: Record) -> Any:
         self._native.hand_over(record.number, record.held)
-        self._copier.remember(record.held)
         if record.loaded is None and not record.recorders and not record.late and self._consumer_copies is None:
             return record.batch
         stream = torch.cuda.current_stream(self._copier.device)

@@ -25,7 +25,7 @@ class Record:
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # the copies of both
     moved: dict[int, Any] = dataclasses.field(default_factory=dict)  # by id(leaf): what moved by its own `to`
     late: dict[int, Any] = dataclasses.field(default_factory=dict)  # by id(leaf): a copy, moved at the hand-over
-    held: list[torch.Tensor] = dataclasses.field(default_factory=list)  # device memory the consumer will use
+    held: list[torch.Tensor] = dataclasses.field(default_factory=list)  # one of each device storage the consumer gets
     recorders: list[Any] = dataclasses.field(default_factory=list)  # objects that record streams themselves
     other_bytes: int = 0  # on the device, beside the copies of `plain`
     finish: bool = False  # the copies must have run before the loader is asked again

@@ -49,8 +49,8 @@ class Copier:
     def copied(self, tensors, stacks=(), finish=False):
         number = next(self.numbers)
         self.lane.ask()
-        outputs = self.lane.put(number, tensors, stacks, 0, finish)
-        self.lane.hand_over(number, outputs)
+        outputs, storages = self.lane.put(number, tensors, stacks, 0, finish)
+        self.lane.hand_over(number, storages)
         return outputs
 
 
@@ -152,3 +152,22 @@ def test_each_storage_is_recorded_once(device):
     storages = {output.untyped_storage().data_ptr() for output in outputs}
     assert len(storages) < 20
     assert [device.times_recorded(storage) for storage in storages] == [1] * len(storages)
+
+
+def test_only_at_the_end_does_the_copier_keep_what_it_handed_over(device):
+    """Of what is still there, also that of which only a view is left."""
+
+    def owners(storage):
+        return torch._C._storage_Use_Count(storage._cdata)
+
+    copier = Copier(MIB)
+    for _ in range(300):  # gone by then, and more than are remembered
+        copier.copied([torch.ones(9)])
+    large, *small = copier.copied([torch.ones(MIB, dtype=torch.uint8)] + [torch.ones(9)] * 20)
+    view, kept = large[5:], small[3]
+    del large, small
+    storages = [view.untyped_storage(), kept.untyped_storage()]
+    before = list(map(owners, storages))
+    copier.copier.leak_handed_over()
+    del copier
+    assert list(map(owners, storages)) == [count + 1 for count in before]

@@ -37,7 +37,12 @@ def passed_on(loaded):
     return DataLoader(loaded, batch_size=None, collate_fn=lambda batch: batch)
 
 
-def assert_copied(out, source):
+def is_recorded(tensor, device):
+    """Invariant 2, as far as it can be seen here."""
+    return device.times_recorded(tensor.untyped_storage().data_ptr()) > 0
+
+
+def assert_copied(out, source, device):
     """Leaf for leaf: plain tensors are copies, dense with the strides that ``.to`` gives; all else is as it was."""
     plain = {id(tensor) for tensor in extension().split(leaves(source))[0]}
     sources, outs = leaves(source), leaves(out)
@@ -50,6 +55,7 @@ def assert_copied(out, source):
         expected = torch.empty_like(given_in).copy_(given_in)
         assert (made.dtype, made.shape, made.stride()) == (expected.dtype, expected.shape, expected.stride())
         if made.numel():
+            assert is_recorded(made, device)
             made, expected = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (made, expected))
             assert torch.equal(made, expected)
 
@@ -63,11 +69,12 @@ def assert_copied(out, source):
     ring=st.sampled_from([0, MIB, 64 * MIB]),
 )
 @pytest.mark.filterwarnings("ignore:no pinned memory:RuntimeWarning")
-def test_batches_are_the_plain_loaders(loaded, num_threads, ahead, ring):
+def test_batches_are_the_plain_loaders(loaded, num_threads, ahead, ring, device):
+    device.forget_recorded()
     with Planted(passed_on(loaded), "cpu", num_threads=num_threads, prefetch_batches=ahead, pinned_bytes=ring) as p:
         out = list(p)
     for moved, source in zip(out, loaded, strict=True):
-        assert_copied(moved, source)
+        assert_copied(moved, source, device)
 
 
 @settings(EXAMPLES, max_examples=60)
@@ -94,7 +101,8 @@ class Mixed(Ramp):
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
-def test_gathered_samples_are_the_stacked_ones(num_threads):
+def test_gathered_samples_are_the_stacked_ones(num_threads, device):
+    device.forget_recorded()
     dataset = Mixed(23, (16 * KIB,))
     out = list(Planted(DataLoader(dataset, batch_size=5), "cpu", num_threads=num_threads))
     assert len(out) == 5
@@ -103,6 +111,7 @@ def test_gathered_samples_are_the_stacked_ones(num_threads):
         assert list(batch) == list(expected) and batch["name"] == expected["name"]
         for made, wanted in zip(leaves(batch), leaves(expected), strict=True):
             assert made.stride() == wanted.stride() and torch.equal(made, wanted)
+            assert is_recorded(made, device)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
@@ -214,18 +223,20 @@ class Opaque:
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
-def test_objects_with_a_to_of_their_own(num_threads):
+def test_objects_with_a_to_of_their_own(num_threads, device):
     def make(i):
         tensor = torch.full((4,), i)
         return {"plain": tensor, "moves": Moves(tensor), "records": Records(tensor), "opaque": Opaque(tensor)}
 
     loaded = [make(i) for i in range(6)]
+    device.forget_recorded()
     for i, batch in enumerate(Planted(passed_on(loaded), "cpu", num_threads=num_threads)):
         tensors = [batch["plain"], batch["moves"].tensor, batch["records"].tensor, batch["opaque"].get()]
         assert vals(tensors) == [i] * 4
         assert all(tensor is not loaded[i]["plain"] for tensor in tensors)
         here = threading.current_thread().name
         assert batch["records"].recorded_by == batch["opaque"].moved_by == here
+        assert is_recorded(batch["plain"], device) and is_recorded(batch["moves"].tensor, device)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
