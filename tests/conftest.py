@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from loaders import bytes_of
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,17 +125,4 @@ def _assert_same_strided(out: torch.Tensor, expected: torch.Tensor) -> None:
             assert out.q_per_channel_axis() == expected.q_per_channel_axis()
         out, expected = out.int_repr(), expected.int_repr()
     if expected.device.type != "meta":
-        assert torch.equal(_bytes(out), _bytes(expected))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in order, as bytes: NaNs compare, and so do elements of dtypes that have no operators."""
-    plain = tensor.detach()
-    if any(getattr(plain, "names", ())):
-        plain = plain.rename(None)
-    dense = plain.cpu().resolve_conj().resolve_neg()
-    if type(dense) is not torch.Tensor:
-        dense = dense.as_subclass(torch.Tensor)
-    if not dense.is_contiguous():
-        dense = dense.contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+        assert torch.equal(bytes_of(out), bytes_of(expected))

@@ -60,6 +60,19 @@ def lists(batches):
     return [b.tolist() for b in batches]
 
 
+def bytes_of(tensor):
+    """All elements in order, as bytes: NaNs compare, and so do elements of dtypes that have no operators."""
+    plain = tensor.detach()
+    if any(getattr(plain, "names", ())):
+        plain = plain.rename(None)
+    dense = plain.cpu().resolve_conj().resolve_neg()
+    if type(dense) is not torch.Tensor:
+        dense = dense.as_subclass(torch.Tensor)
+    if not dense.is_contiguous():
+        dense = dense.contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def eventually(condition, seconds=10.0, collect=True):
     """True as soon as ``condition()`` is, False after ``seconds``."""
     end = time.monotonic() + seconds
