@@ -10,13 +10,14 @@ import argparse
 import functools
 import json
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report import setting_line
+from report import setting_line, why_below_bound
 from rows import split_name
 from target import headline
 
@@ -108,23 +109,30 @@ def cell(name: str) -> str:
     """docs/performance.md: everything that one run says of its rows."""
     result = read(name)
     parts = ", ".join(f"{part} {figure['median']:.1f}" for part, figure in result["parts_ms"].items())
-    lines = [["row", "ms a step", "lowest to highest", "x bound", "waited", "first ms", "host", "pinned", "device"]]
+    head = "row|ms a step|lowest to highest|x bound|x compute|waited|first ms|host|pinned|device"
+    lines = [head.split("|")]
+    computes = result["parts_ms"]["compute"]["raw"]
     for row in result["rows"]:
         wrong = len(row["wrong_repeats"])
         step = row["ms_per_step"]
+        over_compute = statistics.median(own / alone for own, alone in zip(step["raw"], computes, strict=True))
         lines.append(
             [
                 f"**{row['name']}**" if row["ours"] else row["name"] + f" (wrong in {wrong})" * bool(wrong),
                 f"{step['median']:.2f}",
                 f"{step['low']:.2f} to {step['high']:.2f}",
-                f"{row['multiple_of_bound']['median']:.2f}",
+                f"{row['multiple_of_bound']['median']:.2f}" + r"\*" * row["below_bound"],
+                f"{over_compute:.2f}",
                 f"{row['waited_share']['median']:.0%}",
                 f"{row['first_batch_ms']['median']:.0f}",
                 *(mebibytes(row[key]) for key in ("host_bytes", "pinned_bytes", "device_bytes_above_model")),
             ]
         )
     files = f"[JSON](../benchmarks/results/{name}.json), [picture](../benchmarks/results/{name}.png)"
-    said = [f"ms a batch, each part alone: {parts}.", *(f"Note: {note}." for note in result["notes"]), f"{files}."]
+    said = [f"ms a batch, each part alone: {parts}.", *(f"Note: {note}." for note in result["notes"])]
+    if any(row["below_bound"] for row in result["rows"]):
+        said.append(rf"\*: more than 2 % below its bound: {why_below_bound(result['settings'])}.")
+    said.append(f"{files}.")
     settings = paragraph(setting_line(result["settings"]) + ".", *said)
     return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
 
