@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import hashlib
 import operator
 import random
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -81,20 +81,26 @@ class _Sampling:
         self.generators: dict[tuple[str, str], Any] = {}
 
 
-_current: contextvars.ContextVar[_Sampling | None] = contextvars.ContextVar("gpuprefetch sample", default=None)
+class _Current(threading.local):
+    """Not a context variable, which a new thread may take over from the one that starts it: Python 3.14 has a flag."""
+
+    sampling: _Sampling | None = None
+
+
+_current = _Current()
 
 
 def _fetch(seeds: Seeds, index: Any, function: Callable[..., T], *arguments: Any) -> T:
-    token = _current.set(_Sampling(seeds, index))
+    before, _current.sampling = _current.sampling, _Sampling(seeds, index)
     try:
         return function(*arguments)
     finally:
-        _current.reset(token)
+        _current.sampling = before
 
 
 def fetch_for_all_epochs(index: Any, function: Callable[..., T], *arguments: Any) -> T:
     """Calls it for what is kept over epochs: the sample's generators give the same numbers in each of them."""
-    sampling = _current.get()
+    sampling = _current.sampling
     if sampling is None:
         return function(*arguments)
     return _fetch(sampling.seeds.of_all_epochs(), index, function, *arguments)
@@ -136,7 +142,7 @@ def _numpy_generator(number: int) -> numpy.random.Generator:
 
 
 def _drawn_from(library: str, index: Any, make: Callable[[int], Any]) -> Any:
-    sampling = _current.get()
+    sampling = _current.sampling
     if sampling is None:
         raise RuntimeError(
             "no seeded sample is being fetched in this thread: sample_generator() and sample_rng() are for use inside "

@@ -1,5 +1,6 @@
 """``seed=``: order and random augmentation are functions of the seed, the epoch and the sample."""
 
+import contextvars
 import operator
 import random
 import sys
@@ -9,7 +10,7 @@ import warnings
 import numpy
 import pytest
 import torch
-from loaders import THREADS, Ramp
+from loaders import THREADS, Ramp, within
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, StackDataset, Subset, random_split
 from torch.utils.data.distributed import DistributedSampler
 
@@ -404,6 +405,19 @@ def test_outside_of_a_seeded_sample(draw):
     list(PrefetchIterator(DataLoader(Ramp(4)), "cpu", seed=1, num_threads=0))
     with pytest.raises(RuntimeError, match=message):  # after one, too
         draw()
+
+
+def test_a_thread_that_a_sample_starts_is_fetching_none():
+    """Not even with the starter's context, which a new thread has on a free-threaded Python 3.14."""
+
+    class Starts(Ramp):
+        def __getitem__(self, i):
+            context = contextvars.copy_context()
+            with pytest.raises(RuntimeError, match="no seeded sample is being fetched in this thread"):
+                within(20, lambda: context.run(gpuprefetch.sample_generator))
+            return super().__getitem__(i)
+
+    assert len(list(PrefetchIterator(DataLoader(Starts(4)), "cpu", seed=5))) == 4
 
 
 def test_a_loader_inside_a_sample_has_samples_of_its_own():
