@@ -51,6 +51,7 @@ def set_seed(seed: int = 42, deterministic: bool = True, benchmark: bool = False
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark
     done["torch.use_deterministic_algorithms"] = deterministic
+    done["torch.use_deterministic_algorithms.warn_only"] = deterministic
     done["torch.backends.cudnn.deterministic"] = deterministic
     done["torch.backends.cudnn.benchmark"] = benchmark
     os.environ["PYTHONHASHSEED"] = done["PYTHONHASHSEED"] = str(seed)

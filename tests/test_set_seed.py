@@ -18,6 +18,7 @@ ALWAYS = {
     "numpy.random",
     "torch",
     "torch.use_deterministic_algorithms",
+    "torch.use_deterministic_algorithms.warn_only",
     "torch.backends.cudnn.deterministic",
     "torch.backends.cudnn.benchmark",
     "PYTHONHASHSEED",
@@ -78,6 +79,7 @@ def test_flags_are_set_and_set_back(deterministic, benchmark):
     done = set_seed(1, deterministic=deterministic, benchmark=benchmark)
     assert flags() == (deterministic, deterministic, deterministic, benchmark)
     assert done["torch.use_deterministic_algorithms"] is deterministic
+    assert done["torch.use_deterministic_algorithms.warn_only"] is deterministic
     assert done["torch.backends.cudnn.deterministic"] is deterministic
     assert done["torch.backends.cudnn.benchmark"] is benchmark
 
