@@ -121,7 +121,7 @@ class Copier:
             torch._C._host_emptyCache()
 
     def _make_ring(self, pinned_bytes: int) -> None:
-        size = 1 << max(pinned_bytes.bit_length() - 1, 0)
+        wanted = size = 1 << max(pinned_bytes.bit_length() - 1, 0)
         reason, remedy = f"pinned_bytes={pinned_bytes} is below {_LEAST_PINNED_BYTES}", "raise pinned_bytes"
         while size >= _LEAST_PINNED_BYTES and self._ring is None:
             try:
@@ -140,6 +140,13 @@ class Copier:
                 stacklevel=2,
             )
             return
+        if size < wanted:
+            warnings.warn(
+                f"{size >> 20} MiB of pinned memory for copies to {self.device}, since more was refused ({reason}): "
+                f"copies are a little slower, unless you {remedy}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         piece = min(_PIECE_BYTES, size // _LEAST_PIECES)
         self._ring_events = self.take_events(size // piece)
         self.native.set_ring(self._ring.data_ptr(), piece, [event.cuda_event for event in self._ring_events])

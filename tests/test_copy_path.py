@@ -9,6 +9,7 @@ import threading
 import weakref
 
 import numpy as np
+import planted
 import pytest
 import torch
 from hypothesis import given, settings
@@ -111,6 +112,24 @@ def test_gathered_samples_are_the_stacked_ones(num_threads, device):
         for made, wanted in zip(leaves(batch), leaves(expected), strict=True):
             assert made.stride() == wanted.stride() and torch.equal(made, wanted)
             assert is_recorded(made, device)
+
+
+@pytest.mark.parametrize(("most", "told"), [(3 * MIB, "^2 MiB of pinned memory"), (0, "^no pinned memory")])
+def test_where_the_system_refuses_to_pin_so_much(most, told, monkeypatch):
+    """A smaller ring, or none; one warning, and the same bytes."""
+
+    def empty(size, *, pin_memory, **options):
+        if size > most:
+            raise RuntimeError("planted")
+        return torch.empty(size, **options)
+
+    monkeypatch.setattr(planted._Torch, "empty", staticmethod(empty))
+    dataset = Mixed(23, (MIB,))
+    with pytest.warns(RuntimeWarning, match=told) as caught:
+        out = list(Planted(DataLoader(dataset, batch_size=5), "cpu"))
+    assert len(caught) == 1
+    for made, wanted in zip(leaves(out), leaves(list(DataLoader(dataset, batch_size=5))), strict=True):
+        assert torch.equal(made, wanted)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
