@@ -155,6 +155,33 @@ def test_the_default_device_reaches_the_users_code(mode, num_threads):
     assert [row["device"] for row in seen] == ["cpu" if mode == "cpu in meta" else "meta"] * SAMPLES
 
 
+@pytest.mark.skipif(len(THREADS) < 3, reason="sample threads are not tested here")
+def test_the_default_device_reaches_sample_threads():
+    """It is what it is when `iter()` has drawn the loader's seed and the sampler's first index."""
+
+    class Sampler(list):
+        def __iter__(self):
+            torch.set_default_device("meta")
+            return super().__iter__()
+
+    together = threading.Barrier(3, timeout=20)
+    seen = []
+
+    class Devices(Dataset):
+        def __getitem__(self, i):
+            together.wait()
+            seen.append((threading.get_ident(), modes()["device"]))
+            return i
+
+    loader = DataLoader(Devices(), batch_size=3, sampler=Sampler(range(3)), collate_fn=lambda samples: samples)
+    try:
+        assert list(PrefetchIterator(loader, device="cpu", num_threads=3)) == [[0, 1, 2]]
+    finally:
+        torch.set_default_device(None)
+    assert len({thread for thread, _ in seen}) == 3
+    assert [device for _, device in seen] == ["meta"] * 3
+
+
 def test_each_mode_shows_here():
     """Without this the comparisons above could not fail."""
     plain = modes()

@@ -191,6 +191,45 @@ def test_loading_copying_and_computing_overlap(spin):
     assert ours < 0.7 * serial
 
 
+@pytest.mark.parametrize("threads", THREADS)
+def test_the_profiler_shows_copies_while_kernels_run(threads, spin):
+    """Case F1."""
+    n = 10
+    loader = DataLoader(Ramp(2 * n, (4 * MIB,)), batch_size=2)  # 32 MiB: some tenths of a millisecond
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in PrefetchIterator(loader, device="cuda", num_threads=threads):
+            spin(40)
+        torch.cuda.synchronize()
+
+    on_device = [event for event in profiler.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+
+    def spans(name):
+        return [(event.time_range.start, event.time_range.end) for event in on_device if name in event.name]
+
+    kernels, copies = spans("spin_kernel"), spans("Memcpy HtoD (Pinned -> Device)")
+    assert len(kernels) == n and copies, {event.name for event in on_device}
+    hidden = sum(
+        max(0, min(end, kernel_end) - max(begin, kernel_begin))
+        for begin, end in copies
+        for kernel_begin, kernel_end in kernels
+    )
+    assert hidden > 0.5 * sum(end - begin for begin, end in copies)  # the first batches have no step beside them
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_the_users_code_has_the_callers_device(threads):
+    """Case T15, where there are two."""
+    device = torch.cuda.device_count() - 1
+    seen = []
+    with torch.cuda.device(device):
+        torch.ones(1, device="cuda")  # else the device has never been used, and is left alone
+        loader = DataLoader(Ramp(6, hook=lambda i: seen.append(torch.cuda.current_device())))
+        assert vals(PrefetchIterator(loader, "cuda:0", num_threads=threads)) == list(range(6))
+        assert torch.cuda.current_device() == device
+    assert seen == [device] * 6
+
+
 def test_copies_overlap_the_step_when_loading_on_the_calling_thread(spin):
     """num_threads=0: a step that keeps the host waiting hides the copy all the same."""
     n = 20
