@@ -34,6 +34,8 @@ def cells() -> dict[str, list[str]]:
         for step, sync in itertools.product(STEPS, (False, True)):
             arguments = [*shared, "--step", step, "--loaders", ROWS]
             made[f"{workload}-{step}{'-sync' * sync}"] = arguments + ["--sync-every-step"] * sync
+        if workload == "memory":  # beside a step that holds the interpreter's lock
+            made["memory-python"] = [*shared, "--step", "python", "--loaders", ROWS]
         if workload != "python":
             made[f"{FEW_CORES}-{workload}"] = [*shared, "--step", "kernels", "--loaders", FEW_CORES_ROWS]
     for decoder in DECODERS:

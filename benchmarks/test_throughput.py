@@ -198,7 +198,7 @@ def test_a_numbered_row_is_made_for_its_number(loader, target):
 
 def test_every_cell_is_a_command():
     made = cells.cells()
-    assert len(made) == 23
+    assert len(made) == 24
     for name, arguments in made.items():
         options = throughput.parse_arguments(arguments)
         assert options.sync_every_step == name.endswith("-sync")
