@@ -1,7 +1,9 @@
 """Samples that the copy gathers: the same batch as ``default_collate`` makes, and its errors where it makes none."""
 
 import collections
+import collections.abc
 import functools
+import types
 import typing
 import warnings
 import weakref
@@ -58,11 +60,11 @@ def same(got, wanted):
             got.dtype == wanted.dtype and got.stride() == wanted.stride() and got.requires_grad == wanted.requires_grad
         )
         assert torch.equal(got.detach(), wanted.detach())
-    elif isinstance(wanted, dict):
+    elif isinstance(wanted, collections.abc.Mapping):
         assert list(got) == list(wanted)
         for key in wanted:
             same(got[key], wanted[key])
-    elif isinstance(wanted, (list, tuple)):
+    elif isinstance(wanted, collections.abc.Sequence) and not isinstance(wanted, (str, bytes)):
         assert len(got) == len(wanted)
         for one, other in zip(got, wanted, strict=True):
             same(one, other)
@@ -94,6 +96,10 @@ SAMPLES = {
     "promoted arrays": (0, lambda i: image(i).numpy().astype([np.float16, np.int64, np.float32][i % 3])),
     "array scalars": (0, lambda i: (np.float32(i), np.array(i), np.bool_(i % 2))),
     "dict subclass": (0, lambda i: Bag(a=image(i))),
+    "UserDict": (0, lambda i: collections.UserDict(a=image(i), b=i)),
+    "mapping proxy": (0, lambda i: types.MappingProxyType({"a": image(i)})),
+    "UserList": (0, lambda i: collections.UserList([image(i), i])),
+    "deque": (0, lambda i: collections.deque([image(i), i])),
     "inside a dict subclass": (0, lambda i: (1, Bag(a=image(i)))),
     "namedtuple that checks": (0, lambda i: Checked(image(i), i)),
     "empty": (0, lambda i: torch.ones(0, 8)),
@@ -117,6 +123,8 @@ FAULTS = {
     "an array of strings": lambda i: np.array(["a"] * 2048),
     "ragged in a dict": lambda i: {"a": image(i), "b": torch.ones(4096, 1 + i % 2)},
     "an object": lambda i: (image(i), object()),
+    "sparse": lambda i: image(i).to_sparse(),
+    "nested": lambda i: torch.nested.nested_tensor([image(i)], layout=torch.jagged),
     "other keys": lambda i: {str(i): image(i)},
     "lists of other lengths": lambda i: [image(i)] * (1 + i),
 }
