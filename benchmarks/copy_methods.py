@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from copy_sources import SOURCES, Copied, Source
@@ -54,21 +55,20 @@ def method(
     return register
 
 
-@method("gpuprefetch", "the copying part of PrefetchIterator, driven by one thread, with nothing ahead")
-def _gpuprefetch(source: Source, target: Target) -> Opened:
+def _through_lane(samples: Any, collate: Callable[[Any], Any], target: Target) -> Opened:
+    """Collates the samples and copies the batch by the stages of an epoch."""
     from gpuprefetch._copier import DEFAULT_PINNED_BYTES, Copier, Share
     from gpuprefetch._copy_lane import CopyLane
     from gpuprefetch._record import Record
 
     share = Share(Copier.of(target.device), DEFAULT_PINNED_BYTES)
     lane = CopyLane(share.copier, 2, (), on_loader_thread=False)
-    collate = lane.collate(default_collate)
-    dense = source.tensors[0] if len(source.tensors) == 1 else source.tensors
+    collate = lane.collate(collate)
     numbers = itertools.count()
 
     def copy() -> Copied:
         lane.ask()
-        record = Record(next(numbers), collate(source.tensors) if source.collates else dense)
+        record = Record(next(numbers), collate(samples))
         lane.prepare(record)
         lane.copy(record)
         lane.assemble(record)
@@ -79,6 +79,24 @@ def _gpuprefetch(source: Source, target: Target) -> Opened:
     finally:
         target.synchronize()
         share.close()
+
+
+@method("gpuprefetch", "the copying part of PrefetchIterator, driven by one thread, with nothing ahead")
+def _gpuprefetch(source: Source, target: Target) -> Opened:
+    if source.collates:
+        return _through_lane(source.tensors, default_collate, target)
+    batch = source.tensors[0] if len(source.tensors) == 1 else source.tensors
+    return _through_lane(batch, lambda batch: batch, target)
+
+
+@method(
+    "gathered rows", "as gpuprefetch, with the rows as samples to stack: the pool's threads make it dense", ("strided",)
+)
+def _gathered_rows(source: Source, target: Target) -> Opened:
+    from gpuprefetch._batch import Stack
+
+    (strided,) = source.tensors
+    return _through_lane(list(strided.unbind()), Stack, target)
 
 
 @method(".to", "tensor.to(device)")
@@ -93,7 +111,7 @@ def _to(source: Source, target: Target) -> Opened:
 @method(
     "pin_memory()",
     "tensor.pin_memory().to(device, non_blocking=True), out of memory that torch has pinned before",
-    ("pageable", "gathered", "leaves"),
+    ("pageable", "gathered", "strided", "leaves"),
 )
 def _pin_memory(source: Source, target: Target) -> Opened:
     def copy() -> Copied:
@@ -110,7 +128,7 @@ def _pin_memory(source: Source, target: Target) -> Opened:
 @method(
     "kept pinned",
     "buffer.copy_(tensor), then buffer.to(device, non_blocking=True), with a pinned buffer that is kept",
-    ("pageable", "gathered", "leaves"),
+    ("pageable", "gathered", "strided", "leaves"),
 )
 def _kept_pinned(source: Source, target: Target) -> Opened:
     buffers = [_pinned_like(host, target) for host in source.collated()]

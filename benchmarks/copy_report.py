@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from copy_sources import LEAF_BYTES, LEAVES, SOURCES, size_label
-from report import columns, mebibytes
+from copy_sources import SOURCES, batch_label, size_label
+from report import columns, interval, mebibytes
 from target import headline
 
 Rows = list[dict[str, Any]]
@@ -28,18 +28,19 @@ def _spread(rows: Rows) -> float:
 def _cells(rows: Rows, source: str) -> list[list[str]]:
     """A line a size, a column a method: GB/s, or ms for the leaves."""
     methods = methods_of(rows, source)
-    lines = [["ms" if source == "leaves" else "GB/s", *methods, "of link", "spread"]]
+    unit, key, digits = ("ms", "ms", 3) if source == "leaves" else ("GB/s", "gb_per_s", 1)
+    lines = [[unit, *methods, "of link", "spread"]]
     for size in dict.fromkeys(row["bytes"] for row in rows if row["source"] == source):
         at_size = {row["method"]: row for row in rows if (row["source"], row["bytes"]) == (source, size)}
-        if source == "leaves":
-            label = f"{LEAVES} x {size_label(LEAF_BYTES)}"
-            values = [f"{at_size[name]['ms']['median']:.3f}" for name in methods]
-        else:
-            label = size_label(size)
-            values = [f"{at_size[name]['gb_per_s']['median']:.1f}" if name in at_size else "-" for name in methods]
+        values = [f"{at_size[name][key]['median']:.{digits}f}" if name in at_size else "-" for name in methods]
         share, spread = at_size["gpuprefetch"]["share_of_link"]["median"], _spread(list(at_size.values()))
-        lines.append([label, *values, f"{share:.0%}", f"{spread:.0%}"])
+        lines.append([batch_label(source, size), *values, f"{share:.0%}", f"{spread:.0%}"])
     return lines
+
+
+def _calls(calls_us: dict[str, Any]) -> str:
+    copy, record = (f"{calls_us[name]['median']:.1f} {interval(calls_us[name], 1)}" for name in ("copy", "record"))
+    return f"host us a call, timed from Python, so C++ pays less: copy_() {copy}, event.record() {record}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -60,6 +61,8 @@ def table(result: dict[str, Any]) -> str:
         sizes = (peak["pinned_bytes"], peak["device_bytes_above_batch"], peak["host_bytes"])
         cells.append([f"{peak['source']}: {peak['method']}", *map(mebibytes, sizes)])
     lines += ["", f"one batch of {size_label(result['peak_bytes'])}, each method alone", *columns(cells), ""]
+    if "calls_us" in result:  # format 1 has none
+        lines += [_calls(result["calls_us"]), ""]
     lines += [f"note: {note}" for note in result["notes"]]
     width = max(map(len, settings["methods"]))
     left_out = {entry["name"]: f"left out: {entry['reason']}" for entry in result["left_out"]}

@@ -9,14 +9,15 @@ import torch
 from torch.utils.data import default_collate
 
 SAMPLES = 64
-LEAVES, LEAF_BYTES = 200, 4096
+LEAVES = 200
 WORD_BYTES = 8  # all is made of 64-bit integers, which are equal where their bytes are; floats are not always
 
 SOURCES = {
     "pageable": "one dense tensor in ordinary memory",
     "pinned": "one dense tensor that is in pinned memory already",
     "gathered": f"{SAMPLES} samples in ordinary memory, default_collate included",
-    "leaves": f"{LEAVES} tensors of {LEAF_BYTES // 1024} KiB each in ordinary memory",
+    "strided": f"the first halves of {SAMPLES} rows, one tensor in ordinary memory",
+    "leaves": f"{LEAVES} tensors of one size in ordinary memory",
 }
 
 
@@ -24,6 +25,11 @@ def size_label(size: int) -> str:
     """Bytes in KiB, MiB or GiB."""
     unit = min(max(size.bit_length() - 1, 10) // 10, 3)
     return f"{size / 1024**unit:g} {' KMG'[unit]}iB"
+
+
+def batch_label(source: str, size: int) -> str:
+    """The bytes of a batch; of leaves, those of each."""
+    return f"{LEAVES} x {size_label(size // LEAVES)}" if source == "leaves" else size_label(size)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,10 @@ def make_source(name: str, size: int, seed: int) -> Source:
         return Source(name, random(SAMPLES), collates=True)
     if name == "leaves":
         return Source(name, random(LEAVES))
+    if name == "strided":
+        words = size // SAMPLES // WORD_BYTES
+        rows = torch.empty(SAMPLES, 2 * words, dtype=torch.int64).random_(generator=generator)
+        return Source(name, [rows[:, :words]])
     (dense,) = random(1)
     return Source(name, [dense.pin_memory() if name == "pinned" else dense])
 

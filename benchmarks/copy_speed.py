@@ -27,17 +27,18 @@ from copy_methods import METHODS, Copy, Method
 from copy_peaks import measure_peak
 from copy_plot import draw
 from copy_report import table
-from copy_sources import LEAF_BYTES, LEAVES, SAMPLES, SOURCES, WORD_BYTES, Source, WrongCopy, check, make_source
-from copy_timing import LEAST_SECONDS, bring_to_speed, copies_a_repeat, time_in_turn
+from copy_sources import LEAVES, SAMPLES, SOURCES, WORD_BYTES, Source, WrongCopy, check, make_source
+from copy_timing import LEAST_SECONDS, bring_to_speed, copies_a_repeat, time_calls, time_in_turn
 from experiment import figure
 from output import check_files, write_files
 from target import Target, Unusable, describe, find_target
 from tqdm import tqdm
 
-FORMAT = 1  # of --json
-# About a minute on an H100, by an estimate from the speeds that are known: half of it for 1 GiB, a quarter of it for
+FORMAT = 2  # of --json
+# Some two minutes on an H100, by an estimate from the speeds that are known: half of it for 1 GiB, a quarter of it for
 # data, checks and pinning.
 SIZES = "64K,256K,1M,4M,16M,38.5M,64M,256M,1G"
+LEAF_SIZES = [kib << 10 for kib in (1, 4, 16, 64, 128)]  # around csrc/packing.h's kSmallLeafBytes
 STEP_BYTES = SAMPLES * WORD_BYTES  # sizes are multiples of it
 PEAK_BYTES = 1 << 30
 
@@ -100,7 +101,7 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     """The whole result, as `--json` writes it. Raises WrongCopy."""
     chance = random.Random(options.seed)
     cells = [(name, size) for name in SOURCES if name != "leaves" for size in options.sizes]
-    cells.append(("leaves", LEAVES * LEAF_BYTES))
+    cells += [("leaves", LEAVES * size) for size in LEAF_SIZES]
     peak_bytes = min(PEAK_BYTES, max(options.sizes))
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
@@ -108,6 +109,7 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     for name, size in tqdm(cells, leave=False, unit="size", disable=None):
         release(target)
         rows += measure_source(make_source(name, size, options.seed), target, options.repeats, chance, left_out)
+    calls = time_calls(target, options.repeats)
 
     peaks = []
     for name in ("pageable", "pinned", "gathered"):
@@ -125,6 +127,7 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
         "environment": environment,
         "settings": {
             "sizes": options.sizes,
+            "leaf_sizes": LEAF_SIZES,
             "repeats": options.repeats,
             "seed": options.seed,
             "least_ms_a_repeat": LEAST_SECONDS * 1e3,
@@ -132,6 +135,7 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
             "methods": {name: method.description for name, method in METHODS.items()},
         },
         "rows": rows,
+        "calls_us": {name: figure([value * 1e6 for value in seconds]) for name, seconds in calls.items()},
         "peak_bytes": peak_bytes,
         "peaks": peaks,
         "left_out": [{"name": name, "reason": reason} for name, reason in left_out.items()],

@@ -6,7 +6,9 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Callable
 
+import torch
 from copy_methods import Copy
 from target import Target
 
@@ -14,6 +16,8 @@ LEAST_SECONDS = 0.005  # of copies in a row, whose median is one repeat
 MOST_COPIES = 1000
 UNTIMED_COPIES = 3  # caches of the allocators, first touch
 SPEED_SECONDS = 0.1
+CALLS, CALLS_IN_A_ROW = 1000, 100  # in a row fewer than fill the queue of the device: a call would wait for it
+CALL_BYTES = 4096
 
 
 def time_copy(copy: Copy, target: Target) -> float:
@@ -56,3 +60,24 @@ def bring_to_speed(copy: Copy, target: Target) -> None:
     end = time.perf_counter() + SPEED_SECONDS
     while time.perf_counter() < end:
         time_copy(copy, target)
+
+
+def time_call(call: Callable[[], object], target: Target) -> float:
+    """Seconds of the host for one call: the median of CALLS, in which it does not wait for the device."""
+    seconds = []
+    for _ in range(CALLS // CALLS_IN_A_ROW):
+        target.synchronize()
+        for _ in range(CALLS_IN_A_ROW):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    target.synchronize()
+    return statistics.median(seconds)
+
+
+def time_calls(target: Target, repeats: int) -> dict[str, list[float]]:
+    """Seconds of the host in each repeat for what a piece of the ring costs it: a copy to queue, an event to record."""
+    batch = torch.empty(CALL_BYTES, dtype=torch.uint8, device=target.device)
+    pinned = torch.zeros(CALL_BYTES, dtype=torch.uint8, pin_memory=target.accelerated)
+    calls = {"copy": lambda: batch.copy_(pinned, non_blocking=True), "record": torch.cuda.Event().record}
+    return {name: [time_call(call, target) for _ in range(repeats)] for name, call in calls.items()}

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from copy_methods import METHODS
-from copy_sources import LEAF_BYTES, LEAVES, Source, WrongCopy, make_source, size_label
+from copy_sources import LEAVES, Source, WrongCopy, batch_label, make_source
 from copy_speed import open_checked, parse_size, release
 from copy_timing import bring_to_speed, copies_a_repeat, time_repeat
 from experiment import figure
@@ -35,7 +35,9 @@ from report import columns
 from target import Target, Unusable, describe, find_target, headline
 
 THREADS, RINGS, PIECES = "1,2,4,6,8,12", "8M,16M,32M,128M,256M", "512K,1M,4M,8M"
-CELLS = "pageable:1M,pageable:4M,pageable:16M,pageable:38.5M,pageable:256M,gathered:38.5M,leaves"
+CELLS = (
+    "pageable:1M,pageable:4M,pageable:16M,pageable:38.5M,pageable:256M,gathered:38.5M,leaves:4K,leaves:32K,leaves:64K"
+)
 DEFAULT = "default"
 METHOD_NAMES = ("gpuprefetch", "link")
 
@@ -190,7 +192,7 @@ def table(result: dict[str, Any]) -> str:
     lines = ["", f"repeats {result['settings']['repeats']}", *(f"  {line}" for line in headline(result["environment"]))]
     lines.append(f"  {result['environment']['command']}")
     for source, size in cells:
-        grid = [[f"{source} {size_label(size)}", "ms", "[min .. max]", "GB/s", "of link", "x default"]]
+        grid = [[f"{source} {batch_label(source, size)}", "ms", "[min .. max]", "GB/s", "of link", "x default"]]
         for variant in result["settings"]["variants"]:
             row = by_place[variant["name"], source, size]
             ms = row["ms"]
@@ -217,12 +219,9 @@ def parse_cells(text: str) -> list[Cell]:
     cells = []
     for part in text.split(","):
         source, _, size = part.partition(":")
-        if source == "leaves" and not size:
-            cells.append((source, LEAVES * LEAF_BYTES))
-        elif source in ("pageable", "gathered") and size:
-            cells.append((source, parse_size(size)))
-        else:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of pageable:SIZE, gathered:SIZE and leaves")
+        if source not in ("pageable", "gathered", "leaves") or not size:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of pageable:SIZE, gathered:SIZE and leaves:SIZE")
+        cells.append((source, parse_size(size) * (LEAVES if source == "leaves" else 1)))
     return cells
 
 
@@ -233,7 +232,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rings", default=RINGS, metavar="LIST", help=f"values of pinned_bytes ({RINGS}); empty: none")
     add("--pieces", default=PIECES, metavar="LIST", help=f"sizes of a piece of the ring ({PIECES}); empty: none")
     add("--builds", default="", metavar="NAME=FOLDER,..", help="source folders with a module that was built in place")
-    add("--cells", type=parse_cells, default=CELLS, metavar="LIST", help=f"what is copied ({CELLS})")
+    add(
+        "--cells",
+        type=parse_cells,
+        default=CELLS,
+        metavar="LIST",
+        help=f"what is copied; of leaves, the size of one ({CELLS})",
+    )
     add("--repeats", type=int, default=7, help="turns of each variant (7)")
     add("--seed", type=int, default=0, help="of the data, and of the order of turns (0)")
     add("--json", type=Path, metavar="FILE")

@@ -17,7 +17,18 @@ from target import Target, Unusable
 
 from gpuprefetch import _copier
 
-FEW = ["--threads", "3", "--rings", "8M", "--pieces", "1M", "--cells", "pageable:4K,leaves", "--repeats", "2"]
+FEW = [
+    "--threads",
+    "3",
+    "--rings",
+    "8M",
+    "--pieces",
+    "1M",
+    "--cells",
+    "pageable:4K,leaves:4K,leaves:1K",
+    "--repeats",
+    "2",
+]
 
 
 @pytest.fixture
@@ -80,19 +91,24 @@ def test_another_build_must_be_the_one_that_is_imported(restored, tmp_path):
         Variant("small16", build=str(tmp_path)).apply()
 
 
+def test_cells_of_leaves_are_of_several_sizes_by_default():
+    leaves = [size for source, size in parse_arguments([]).cells if source == "leaves"]
+    assert leaves == [200 * kib << 10 for kib in (4, 32, 64)]
+
+
 def test_all_variants_measure_all_cells(copied):
     options = parse_arguments(FEW)
     assert [variant.name for variant in options.variants] == ["default", "3 threads", "ring 8M", "pieces 1M"]
     rows = measure(options, "cpu", threading.Thread)
     places = [(row["source"], row["bytes"], row["variant"]) for row in rows]
-    cells = [("pageable", 4096), ("leaves", 819200)]
+    cells = [("pageable", 4096), ("leaves", 200 * 4096), ("leaves", 200 * 1024)]
     assert places == [(*cell, variant.name) for cell in cells for variant in options.variants]
     for row in rows:
         for ms, speed in zip(row["ms"]["raw"], row["gb_per_s"]["raw"], strict=True):
             assert ms * speed == pytest.approx(row["bytes"] * 1e-6)
         assert len(row["share_of_link"]["raw"]) == len(row["over_default"]["raw"]) == 2
         assert row["variant"] != "default" or row["over_default"]["raw"] == [1.0, 1.0]
-    assert len(copied) == 2 * 4 * 2
+    assert len(copied) == 3 * 4 * 2
 
 
 def test_variants_take_turns_and_the_order_changes(copied, monkeypatch):
@@ -103,7 +119,7 @@ def test_variants_take_turns_and_the_order_changes(copied, monkeypatch):
         return {"gpuprefetch": len(turns), "link": 1.0}
 
     monkeypatch.setattr(Session, "measure", turn)
-    options = parse_arguments([*FEW[:-1], "6", "--cells", "leaves"])
+    options = parse_arguments([*FEW[:-1], "6", "--cells", "leaves:4K"])
     rows = measure(options, "cpu", threading.Thread)
     rounds = [tuple(turns[i : i + 4]) for i in range(0, 24, 4)]
     assert len(turns) == 24 and all(len(set(each)) == 4 for each in rounds) and len(set(rounds)) > 1
@@ -128,15 +144,17 @@ def test_the_whole_run(copied, monkeypatch, capsys, tmp_path):
     assert [variant["copy_threads"] for variant in result["settings"]["variants"]] == [None, 3, None, None]
     out = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 120 or line.strip() == result["environment"]["command"] for line in out)
-    assert sum(line.startswith("pieces 1M") for line in out) == 2
-    assert [line.split("  ")[0] for line in out if " ms " in line] == ["pageable 4 KiB", "leaves 800 KiB"]
+    assert sum(line.startswith("pieces 1M") for line in out) == 3
+    labels = ["pageable 4 KiB", "leaves 200 x 4 KiB", "leaves 200 x 1 KiB"]
+    assert [line.split("  ")[0] for line in out if " ms " in line] == labels
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cells", "pinned:4K"], "none of pageable:SIZE, gathered:SIZE and leaves"),
-        (["--cells", "leaves:4K"], "none of pageable:SIZE"),
+        (["--cells", "pinned:4K"], "none of pageable:SIZE, gathered:SIZE and leaves:SIZE"),
+        (["--cells", "leaves"], "none of pageable:SIZE"),
+        (["--cells", "leaves:1000"], "'1000' is no multiple of 512 bytes"),
         (["--cells", "pageable"], "none of pageable:SIZE"),
         (["--rings", "many"], "'many' is no size"),
         (["--threads", "x"], "invalid literal"),
