@@ -4,7 +4,10 @@ import json
 
 import figures
 import pytest
+import result_files
+import throughput_tables
 from experiment import figure
+from rows import split_name
 from scaling import over_processes
 
 
@@ -21,7 +24,7 @@ def test_a_page_says_what_the_results_say(page):
 def test_another_figure_is_found(monkeypatch, tmp_path, capsys):
     page = "docs/performance.md"
     text = (figures.ROOT / page).read_text(encoding="utf-8")
-    took = f"{figures.read('handover')['next_us']['median']:.0f} us"
+    took = f"{result_files.read('handover')['next_us']['median']:.0f} us"
     assert took in text
     (tmp_path / "docs").mkdir()
     (tmp_path / page).write_text(text.replace(took, "1 us"), encoding="utf-8")
@@ -40,28 +43,28 @@ def test_another_figure_is_found(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_what_can_t_be_filled_is_said(text, said):
-    with pytest.raises(figures.Unwritable, match=said):
+    with pytest.raises(result_files.Unwritable, match=said):
         figures.written(text)
 
 
 def test_cells_of_machines_that_differ_are_told_apart(monkeypatch):
-    one = figures.read("memory-kernels")
+    one = result_files.read("memory-kernels")
     few_cores = {**one, "environment": {**one["environment"], "cpus_usable": 4}}
     other = {**one, "environment": {**one["environment"], "device_name": "another GPU"}}
     alone = {"memory-kernels": one, "few-cores": few_cores}
-    monkeypatch.setattr(figures, "cells", lambda: alone)
-    described = figures.machine()
-    monkeypatch.setattr(figures, "cells", lambda: {**alone, "odd": other})
-    first, second = " ".join(figures.machine().split()).split(" - ")
+    monkeypatch.setattr(throughput_tables, "cells", lambda: alone)
+    described = throughput_tables.machine()
+    monkeypatch.setattr(throughput_tables, "cells", lambda: {**alone, "odd": other})
+    first, second = " ".join(throughput_tables.machine().split()).split(" - ")
     assert first == f"- {' '.join(described.split())[:-1]}: ready samples, GPU-bound step; few-cores."
     assert second.startswith("another GPU, ") and second.endswith(": odd.")
 
 
 def test_a_python_without_the_gil_is_no_other_machine(monkeypatch):
-    one = figures.read("memory-kernels")
+    one = result_files.read("memory-kernels")
     other = {**one, "environment": {**one["environment"], "python": "3.14.0", "gil": False}}
-    monkeypatch.setattr(figures, "cells", lambda: {"one": one, "other": other})
-    assert one["environment"]["python"] in figures.machine()
+    monkeypatch.setattr(throughput_tables, "cells", lambda: {"one": one, "other": other})
+    assert one["environment"]["python"] in throughput_tables.machine()
 
 
 def a_result(decoder, step, **ms):
@@ -82,7 +85,7 @@ def test_threads_beside_processes(monkeypatch):
     made = a_result("pil", "loading", dataloader=99.0, gpuprefetch=100.0, gpuprefetch8=16.0, workers8=20.0)
     made |= a_result("opencv", "loading", gpuprefetch8=5.0)
     made |= a_result("pil", "resnet50", gpuprefetch4=60.25, workers4=50.0)
-    monkeypatch.setattr(figures, "cells", lambda: made)
+    monkeypatch.setattr(throughput_tables, "cells", lambda: made)
     assert figures.block("threads loading").splitlines() == [
         "| samples/s |  | 1 | 8 | 8 over 8 processes |",
         "| --- | --- | --- | --- | --- |",
@@ -98,19 +101,36 @@ def test_threads_beside_processes(monkeypatch):
 
 
 def test_there_may_be_no_figures_of_threads_yet(monkeypatch):
-    monkeypatch.setattr(figures, "cells", dict)
-    with pytest.raises(figures.Unwritable, match="no threads-DECODER-loading.json"):
+    monkeypatch.setattr(throughput_tables, "cells", dict)
+    with pytest.raises(result_files.Unwritable, match="no threads-DECODER-loading.json"):
         figures.block("threads loading")
 
 
-def test_storages_are_a_table(monkeypatch, tmp_path):
+@pytest.fixture
+def write(monkeypatch, tmp_path):
+    """`write(name, result)`: the result is the only one, or one of those that were written before."""
+    environment = {
+        **result_files.read("memory-kernels")["environment"],
+        "command": "python x.py --repeats 5 --json a.json",
+    }
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    return lambda name, result: (tmp_path / f"{name}.json").write_text(
+        json.dumps({"environment": environment, **result}), encoding="utf-8"
+    )
+
+
+def paragraphs(name):
+    """Of the block: what was typed, what is said of it, and the lines of each table."""
+    typed, *texts = figures.block(name).split("\n\n")
+    assert typed == "    python x.py --repeats 5"
+    return [text.splitlines() if text.startswith("|") else " ".join(text.split()) for text in texts]
+
+
+def test_storages_are_a_table(write):
     rates = {"1": figure([50.0]), "16": figure([400.0])}
     storage = {"description": "JPEG", "bytes_per_photo": {"disk": 21_300.0, "memory": 0.0}, "samples_per_second": rates}
-    environment = figures.read("memory-kernels")["environment"]
-    settings = {"threads": 16, "repeats": 5}
-    result = {"environment": environment, "packages": {"pillow": "13"}, "settings": settings, "storages": [storage]}
-    (tmp_path / "slow-datasets.json").write_text(json.dumps(result), encoding="utf-8")
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    result = {"packages": {"pillow": "13"}, "settings": {"threads": 16, "repeats": 5}, "storages": [storage]}
+    write("slow-datasets", result)
     *_, told, _, head, line, row = figures.block("slow datasets").splitlines()
     assert told.endswith("pillow 13. Median of 5 repeats.")
     assert [head, line, row] == [
@@ -121,7 +141,162 @@ def test_storages_are_a_table(monkeypatch, tmp_path):
 
 
 def test_wrong_batches_are_in_the_table(monkeypatch):
-    result = figures.read("memory-kernels")
-    figures.find(result, "thread")["wrong_repeats"] = [0, 2]
-    monkeypatch.setattr(figures, "read", lambda name: result)
-    assert "| thread (wrong in 2) |" in figures.cell("memory-kernels")
+    result = result_files.read("memory-kernels")
+    result_files.find(result, "thread")["wrong_repeats"] = [0, 2]
+    monkeypatch.setattr(throughput_tables, "read", lambda name: result)
+    assert "| thread (wrong in 2) |" in throughput_tables.cell("memory-kernels")
+
+
+def test_the_first_batch(write):
+    row = {"name": "gpuprefetch8", "first_ms": figure([5.0, 4.0, 7.0]), "over_load_ms": figure([-1.0])}
+    row["over_shared_load_ms"] = figure([4.25])
+    settings = {"workload": "memory", "batch_size": 64, "steps": 20, "repeats": 30}
+    left_out = [{"name": "workers8", "reason": "no processes"}]
+    write("first-batch", {"settings": settings, "load_ms": figure([6.0]), "rows": [row], "left_out": left_out})
+    told, table = paragraphs("first batch")
+    assert told.startswith("NVIDIA H100")
+    assert told.endswith(
+        "Median of 30 repeats. Workload memory, epochs of 20 batches of 64. Left out: workers8 (no processes)."
+    )
+    assert table == [
+        "| row | first ms | lowest to highest | above load | lowest to highest | above load / threads |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| load, on the host | 6.00 | 6.00 to 6.00 |  |  |  |",
+        "| **gpuprefetch8** | 5.00 | 4.00 to 7.00 | -1.00 | -1.00 to -1.00 | 4.25 |",
+    ]
+
+
+def test_datasets_on_the_gpu_are_a_table_a_file(write):
+    row = {"description": "as it is", "multiple_of_bound": figure([1.0]), "times_as_fast_as_plain": figure([2.0])}
+    row["ms_per_step"] = figure([3.0, 5.0])
+    rows = [{**row, "name": "plain", "wrong_repeats": []}, {**row, "name": "gpuprefetch1", "wrong_repeats": [2]}]
+    result = {"step": "training", "notes": ["quiet"], "parts_ms": {"loading": figure([7.25])}, "rows": rows}
+    with pytest.raises(result_files.Unwritable, match="there is no gpu-dataset.json"):
+        figures.block("gpu dataset")
+    write("gpu-dataset-sync", {**result, "settings": {"repeats": 5, "sync_every_step": True}})
+    write("gpu-dataset", {**result, "settings": {"repeats": 5, "sync_every_step": False}})
+    told, table, typed, told_sync, table_sync = paragraphs("gpu dataset")
+    assert told.endswith("5 repeats. Step: training. ms a batch, each part alone: loading 7.2. Note: quiet.")
+    assert typed == "python x.py --repeats 5" and "Step: training, waited for each time. ms" in told_sync
+    assert table_sync == table
+    assert table == [
+        "| row | what it is | ms a step | lowest to highest | x bound | x as fast as plain |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| plain | as it is | 4.00 | 3.00 to 5.00 | 1.00 | 2.00 |",
+        "| **gpuprefetch1** (wrong in 1) | as it is | 4.00 | 3.00 to 5.00 | 1.00 | 2.00 |",
+    ]
+
+
+def test_copies_by_source_size_and_method(write):
+    def row(source, size, method, ms, share):
+        rate = figure([size / ms * 1e-6])
+        figured = {"ms": figure([ms]), "gb_per_s": rate, "share_of_link": figure([share])}
+        return {"source": source, "bytes": size, "method": method, **figured}
+
+    rows = [
+        row("pageable", 1 << 20, "gpuprefetch", 0.1, 0.5),
+        row("pageable", 1 << 20, "link", 0.05, 1.0),
+        row("odd", 3 << 19, "gpuprefetch", 0.2, 0.25),
+        row("odd", 3 << 19, "another", 0.1, 0.5),
+        row("leaves", 200 << 12, "gpuprefetch", 0.8, 0.04),
+        row("leaves", 200 << 16, "gpuprefetch", 1.6, 0.16),
+    ]
+    sources = {"pageable": "one tensor", "odd": "new", "pinned": "not here", "leaves": "200 tensors"}
+    methods = {"gpuprefetch": "ours", "another": "theirs", "unused": "not here", "link": "the limit"}
+    settings = {"repeats": 5, "sources": sources, "methods": methods}
+    write("copy-speed", {"settings": settings, "rows": rows, "left_out": []})
+    told, legend, dense, small = paragraphs("copies")
+    assert "5 repeats. pageable: one tensor. odd: new. leaves: 200 tensors. Of link" in told
+    assert legend[2:] == ["| gpuprefetch | ours |", "| another | theirs |", "| link | the limit |"]
+    assert dense == [
+        "| GB/s |  | **gpuprefetch** | another | link | of link |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| pageable | 1 MiB | 10.5 |  | 21.0 | 50% |",
+        "| odd | 1.5 MiB | 7.9 | 15.7 |  | 25% |",
+    ]
+    assert small == [
+        "| ms |  | **gpuprefetch** | of link |",
+        "| --- | --- | --- | --- |",
+        "| leaves | 200 x 4 KiB | 0.800 | 4% |",
+        "| leaves | 200 x 64 KiB | 1.600 | 16% |",
+    ]
+
+
+def test_ready_batches_case_by_case(write):
+    row = {"ms_per_step": figure([0.25]), "ms_per_step_over_caller": figure([0.875]), "next_us": figure([20.0, 30.0])}
+    rows = [
+        {**row, "row": "resident", "own_threads_share": None, "caller_share": figure([0.5])},
+        {**row, "row": "gpuprefetch0", "own_threads_share": figure([0.125]), "caller_share": figure([0.5])},
+    ]
+    case = {"description": "4 KiB", "rows": rows, "best_over_caller": {"row": "gpuprefetch0", **figure([0.875])}}
+    write("ready-batches", {"settings": {"repeats": 7}, "cases": {"small": case, "idle": case}})
+    told, small, table, idle, again = paragraphs("ready batches")
+    assert "Median of 7 repeats." in told
+    assert small == "small: 4 KiB. The faster of ours: gpuprefetch0, 0.875 x caller."
+    assert idle.startswith("idle: ") and again == table
+    assert table[2:] == [
+        "| resident | 0.250 | 0.250 to 0.250 | 0.875 | 25.0 | 20.0 to 30.0 |  | 50% |",
+        "| **gpuprefetch0** | 0.250 | 0.250 to 0.250 | 0.875 | 25.0 | 20.0 to 30.0 | 12.5% | 50% |",
+    ]
+
+
+def made(**ms):
+    """A cell of rows with these ms a step, "_" in a name for "-"."""
+    return {"rows": [{"name": name.replace("_", "-"), "ms_per_step": figure(raw)} for name, raw in ms.items()]}
+
+
+def test_the_fix_for_windows_beside_the_faster_of_ours(monkeypatch):
+    both = made(windows_fix=[30.0, 32.0], gpuprefetch=[20.0], gpuprefetch0=[16.0], fastreid=[25.0])
+    lost = made(windows_fix=[10.0, 30.0], gpuprefetch=[25.0], gpuprefetch_x=[26.0])
+    cells = {"odd": lost, "one row": made(windows_fix=[1.0]), "no fix": made(gpuprefetch=[1.0]), "memory-kernels": both}
+    monkeypatch.setattr(throughput_tables, "cells", lambda: cells)
+    assert figures.block("windows fix").splitlines()[2:] == [
+        "| ready samples, GPU-bound step | 31.0 | 25.0 |  | 20.0 | 16.0 | 1.94 |",
+        "| odd | 20.0 |  | 26.0 | 25.0 |  | 0.80 (within the spread) |",
+    ]
+
+
+def test_the_legend_is_of_all_cells(monkeypatch):
+    def cell(**rows):
+        return {"rows": [{"name": name, "description": text} for name, text in rows.items()]}
+
+    cells = {"a": cell(workers8="a", gpuprefetch8="b", dataloader="c"), "b": cell(fastreid="d", gpuprefetch0="e")}
+    cells["c"] = cell(gpuprefetch2="f", workers8="not a")
+    monkeypatch.setattr(throughput_tables, "cells", lambda: cells)
+    *alike, differing = figures.block("rows").splitlines()[2:]
+    names = ["dataloader", "fastreid", "gpuprefetch0", "gpuprefetch2", "gpuprefetch8"]
+    assert alike == [f"| {name} | {text} |" for name, text in zip(names, "cdefb", strict=True)]
+    assert differing.startswith("| workers8 | DataLoader, num_workers=8 (processes)")
+    cells["d"] = cell(bygone="g")
+    with pytest.raises(result_files.Unwritable, match="rows that are not registered: bygone"):
+        figures.block("rows")
+
+
+ONE_THREAD = ("dataloader", "pinned", "windows-fix", "apex", "background", "fastreid", "thread", "timm")
+
+
+def losses(result):
+    """Which of our rows are behind others by more than the spread: the faster one with one thread, behind those that
+    load on one; those with several, behind other packages' with as many."""
+    names = [row["name"] for row in result["rows"]]
+    pairs = [(throughput_tables.faster_of_ours(result)["name"], name) for name in ONE_THREAD if name in names]
+    for family, count in map(split_name, names):
+        if family in ("nodes", "spdl") and f"gpuprefetch{count}" in names:
+            pairs.append((f"gpuprefetch{count}", f"{family}{count}"))
+    ms = {row["name"]: row["ms_per_step"] for row in result["rows"]}
+    return [f"{own} behind {other}" for own, other in pairs if ms[other]["high"] < ms[own]["low"]]
+
+
+def test_a_loss_is_found():
+    result = made(dataloader=[9.0], thread=[9.0, 10.5], gpuprefetch=[12.0], gpuprefetch0=[10.0, 11.0], workers4=[1.0])
+    assert losses(result) == ["gpuprefetch0 behind dataloader"]
+    assert losses(made(gpuprefetch4=[5.0], gpuprefetch8=[6.0], nodes4=[4.0], spdl8=[6.0], nodes8=[5.0])) == [
+        "gpuprefetch4 behind nodes4",
+        "gpuprefetch8 behind nodes8",
+    ]
+
+
+@pytest.mark.parametrize("name", result_files.cells())
+def test_no_committed_cell_shows_a_loss(name):
+    result = result_files.cells()[name]
+    assert result_files.find(result, "dataloader") and losses(result) == []

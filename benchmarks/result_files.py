@@ -1,0 +1,36 @@
+"""What is in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+class Unwritable(Exception):
+    """A page and the results do not fit together; the text says where."""
+
+
+def read(name: str) -> dict[str, Any]:
+    file = RESULTS / f"{name}.json"
+    if not file.is_file():
+        raise Unwritable(f"there is no {file.name} in benchmarks/results")
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result
+
+
+def cells() -> dict[str, dict[str, Any]]:
+    """Every result of throughput.py that is there, by the name of its file."""
+    named = {path.stem: read(path.stem) for path in sorted(RESULTS.glob("*.json"))}
+    return {name: result for name, result in named.items() if result["benchmark"] == "throughput"}
+
+
+def names(pattern: str) -> list[str]:
+    """Of the results whose names match the pattern, as `gpu-dataset*`."""
+    return sorted(file.stem for file in RESULTS.glob(f"{pattern}.json"))
+
+
+def find(result: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((row for row in result["rows"] if row["name"] == name), None)

@@ -1,0 +1,172 @@
+"""What pages show of the results of throughput.py."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from typing import Any
+
+import in_process  # noqa: F401  (registers the rows: so do the next two)
+import ours  # noqa: F401
+import peers  # noqa: F401
+from page_text import command, described, labelled, markdown, one_digit, paragraph, parts_alone, ranged
+from report import is_apart, setting_line, why_below_bound
+from result_files import Unwritable, cells, find, read
+from rows import ROWS, rows_called, split_name
+
+COLUMNS = {  # of README's table: cell and heading
+    "memory-kernels": "ready samples, GPU-bound step",
+    "memory-resnet50": "ready samples, ResNet-50",
+    "memory-resnet50-sync": "the same, loss read in each step",
+    "jpeg-kernels": "JPEG, GPU-bound step",
+    "jpeg-resnet50": "JPEG, ResNet-50",
+    "python-resnet50": "pure Python, ResNet-50",
+}
+README_ROWS = {
+    "dataloader": "`DataLoader`, 0 workers, `.to`",
+    "pinned": "+ `pin_memory`, `non_blocking`",
+    "thread": "one background thread that pins and copies",
+    "workers8": "`DataLoader`, 8 worker processes, pinned",
+    "gpuprefetch": "**gpuprefetch**",
+    "gpuprefetch0": "**gpuprefetch**, `num_threads=0`",
+    "gpuprefetch8": "**gpuprefetch**, `num_threads=8`",
+}
+DECODERS = {"opencv": "OpenCV", "torchvision": "torchvision.io", "pil": "PIL"}  # in the order of their tables
+WAYS = {"gpuprefetch": "threads", "workers": "processes"}
+
+
+def steps() -> str:
+    """README's table: ms a step, of a few rows in a few cells."""
+    results = {heading: cells()[name] for name, heading in COLUMNS.items() if name in cells()}
+    lines = [["ms a step", *results]]
+    lines.append(["compute alone, on the device", *(one_digit(r["parts_ms"]["compute"]) for r in results.values())])
+    for name, label in README_ROWS.items():
+        lines.append(
+            [label, *(one_digit(row["ms_per_step"]) if (row := find(r, name)) else "" for r in results.values())]
+        )
+    return markdown(lines)
+
+
+def cell(name: str) -> str:
+    """docs/performance.md: everything that one run says of its rows."""
+    result = read(name)
+    head = "row|ms a step|lowest to highest|x bound|x compute|waited|first ms|host|pinned|device"
+    lines = [head.split("|")]
+    computes = result["parts_ms"]["compute"]["raw"]
+    for row in result["rows"]:
+        step = row["ms_per_step"]
+        over_compute = statistics.median(own / alone for own, alone in zip(step["raw"], computes, strict=True))
+        lines.append(
+            [
+                labelled(row["name"], len(row["wrong_repeats"])),
+                *ranged(step),
+                f"{row['multiple_of_bound']['median']:.2f}" + r"\*" * row["below_bound"],
+                f"{over_compute:.2f}",
+                f"{row['waited_share']['median']:.0%}",
+                f"{row['first_batch_ms']['median']:.0f}",
+                *(mebibytes(row[key]) for key in ("host_bytes", "pinned_bytes", "device_bytes_above_model")),
+            ]
+        )
+    files = f"[JSON](../benchmarks/results/{name}.json), [picture](../benchmarks/results/{name}.png)"
+    said = [parts_alone(result), *(f"Note: {note}." for note in result["notes"])]
+    if any(row["below_bound"] for row in result["rows"]):
+        said.append(rf"\*: more than 2 % below its bound: {why_below_bound(result['settings'])}.")
+    said.append(f"{files}.")
+    settings = paragraph(setting_line(result["settings"]) + ".", *said)
+    return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
+
+
+def mebibytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f}"
+
+
+def machine() -> str:
+    """Where the cells were measured, but for those of a Python without the GIL, which is another by itself: one kind of
+    machine, or a list of kinds with the cells of each."""
+    kinds: dict[str, list[str]] = {}
+    for name, result in cells().items():
+        environment = result["environment"]
+        if environment.get("gil", True):
+            all_cores = {**environment, "cpus_usable": environment["cpu_count"]}  # some cells were given fewer
+            kinds.setdefault(described(all_cores), []).append(COLUMNS.get(name, name))
+    if len(kinds) == 1:
+        return paragraph(f"{kinds.popitem()[0]}.")
+    return "\n".join(
+        textwrap.fill(f"- {kind}: {'; '.join(names)}.", 120, subsequent_indent="  ", break_on_hyphens=False)
+        for kind, names in kinds.items()
+    )
+
+
+def rows() -> str:
+    """What each row of any cell is, in the order of the registry, whose text it is where cells differ."""
+    texts: dict[str, set[str]] = {}
+    for row in (row for result in cells().values() for row in result["rows"]):
+        texts.setdefault(row["name"], set()).add(row["description"])
+    counts = sorted({split_name(name)[1] for name in texts} - {0})  # gpuprefetch0 is registered by itself
+    registered = {row.name: row.description for name in ROWS for row in rows_called(name, counts)}
+    if unknown := sorted(texts.keys() - registered):
+        raise Unwritable(f"benchmarks/results has rows that are not registered: {', '.join(unknown)}")
+    lines = [["row", "what it is"]]
+    for name, newest in registered.items():
+        if name in texts:
+            lines.append([name, newest if len(texts[name]) > 1 else texts[name].pop()])
+    return markdown(lines)
+
+
+def earlier() -> str:
+    """docs/performance.md: rows over compute alone, as they were measured earlier and as they are."""
+    before = read("earlier")["ms_per_step"]
+    results = {name: read(name) for name in before}
+    lines = [["ms a step over compute alone", "earlier", "now", "waited for: earlier", "now"], ["compute alone, ms"]]
+    for name, result in results.items():
+        lines[-1] += [f"{before[name]['compute']:.1f}", one_digit(result["parts_ms"]["compute"])]
+    for row_name in [name for name in before["memory-resnet50"] if name != "compute"]:
+        lines.append([row_name])
+        for name, result in results.items():
+            row = find(result, row_name)
+            now = "" if row is None else f"{row['ms_per_step']['median'] / result['parts_ms']['compute']['median']:.2f}"
+            lines[-1] += [f"{before[name][row_name] / before[name]['compute']:.2f}", now]
+    return markdown(lines)
+
+
+def faster_of_ours(result: dict[str, Any]) -> dict[str, Any] | None:
+    """Of the rows that load on one thread, their own or the loop's."""
+    found = [row for name in ("gpuprefetch", "gpuprefetch0") if (row := find(result, name))]
+    return min(found, key=lambda row: float(row["ms_per_step"]["median"]), default=None)
+
+
+def windows_fix() -> str:
+    """docs/migrate.md: ms a step with FastReID's fix for Windows, with what FastReID has elsewhere, and with ours."""
+    names = ["windows-fix", "fastreid", "gpuprefetch-x", "gpuprefetch", "gpuprefetch0"]
+    lines = [["ms a step", *names, "windows-fix over the faster of the last two"]]
+    results = cells()
+    order = [name for name in dict.fromkeys([*COLUMNS, *results]) if name in results]  # "the same" is of the one before
+    for name in order:
+        found = [find(results[name], each) for each in names]
+        fix, best = found[0], faster_of_ours(results[name])
+        if fix is None or best is None:
+            continue
+        over = f"{fix['ms_per_step']['median'] / best['ms_per_step']['median']:.2f}"
+        over += " (within the spread)" * (not is_apart(fix, best))
+        times = ["" if row is None else one_digit(row["ms_per_step"]) for row in found]
+        lines.append([COLUMNS.get(name, name), *times, over])
+    return markdown(lines)
+
+
+def threads(step: str) -> str:
+    """docs/choosing-threads.md: samples/s (without a step: `loading`) or ms a step, by decoder and number of threads or
+    processes, and the quotient of both with 8."""
+    found = {label: cells().get(f"threads-{decoder}-{step}") for decoder, label in DECODERS.items()}
+    results = {label: result for label, result in found.items() if result is not None}
+    if not results:
+        raise Unwritable(f"there is no threads-DECODER-{step}.json in benchmarks/results")
+    counts = sorted({split_name(row["name"])[1] for result in results.values() for row in result["rows"]})
+    key, digits = ("samples_per_s", 0) if step == "loading" else ("ms_per_step", 1)
+    lines = [["samples/s" if step == "loading" else "ms a step", "", *map(str, counts), "8 over 8 processes"]]
+    for label, result in results.items():
+        ratios = {(each["name"], each["of"]): f"{each['median']:.2f}" for each in result["over_processes"]}
+        for family, way in WAYS.items():
+            rows = [find(result, family if count == 1 else f"{family}{count}") for count in counts]
+            figures = ["" if row is None else f"{row[key]['median']:.{digits}f}" for row in rows]
+            lines.append([label, way, *figures, ratios.get((f"{family}8", "workers8"), "")])
+    return markdown(lines)
