@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import io
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -155,6 +156,34 @@ class Memory:
         self.arrays = []
 
 
+class Cached:
+    """JPEG files whose pixels a CachedDataset keeps after the first load. It gives a copy each time."""
+
+    def __init__(self, photos: Sequence[bytes], folder: Path, decode: Decode) -> None:
+        from gpuprefetch import CachedDataset
+
+        files = JpegFiles(photos, folder, decode)
+        self.disk_bytes = files.disk_bytes
+        self.memory_bytes = math.prod(shape_of(photos))
+        self.dataset = CachedDataset(_Arrays(files), max_bytes=self.memory_bytes)
+
+    def __call__(self, index: int) -> Pixels:
+        return self.dataset[index]
+
+    def close(self) -> None:
+        del self.dataset
+
+
+class _Arrays:
+    def __init__(self, files: JpegFiles) -> None:
+        self.files = files
+
+    def __getitem__(self, index: int) -> Pixels:
+        import numpy
+
+        return numpy.asarray(self.files(index))
+
+
 class Memmap:
     memory_bytes = 0
 
@@ -272,6 +301,12 @@ KINDS = {
         "JPEG files, decoded by torchvision", "torchvision.io", "torchvision", _jpeg(decode_with_torchvision)
     ),
     "memory": Kind("uint8 arrays in memory", "numpy", "numpy", Memory),
+    "cached": Kind(
+        "JPEG files, decoded by PIL, in a CachedDataset",
+        "PIL",
+        "pillow",
+        lambda photos, folder: Cached(photos, folder, decode_with_pil),
+    ),
     "npy": Kind("one .npy file of uint8, mapped into memory", "numpy", "numpy", Memmap),
     "hdf5": Kind("HDF5, uint8, one photo a chunk", "h5py", "h5py", lambda photos, folder: Hdf5(photos, folder, None)),
     "hdf5-gzip": Kind(

@@ -64,10 +64,10 @@ def test_half_size_is_half_of_the_same_photo(name, use, photos):
     assert numpy.abs(got.astype(int) - expected).mean() < 4
 
 
-@pytest.mark.parametrize("name", ["memory", "npy", "hdf5", "hdf5-gzip", "lmdb-jpeg", "lmdb"])
+@pytest.mark.parametrize("name", ["memory", "cached", "npy", "hdf5", "hdf5-gzip", "lmdb-jpeg", "lmdb"])
 def test_the_samples_are_the_same_from_every_storage(name, use):
     def samples(storage):
-        return torch.stack([Crops(storage, PHOTOS)(i) for i in range(2 * PHOTOS)])
+        return torch.stack([Crops(storage, PHOTOS)(i) for i in range(2 * PHOTOS)])  # each photo twice
 
     got = use(name, samples)
     assert got.shape == (2 * PHOTOS, 3, 224, 224) and got.dtype == torch.uint8
@@ -85,8 +85,8 @@ def test_size(name, use, photos):
     disk, memory = use(name, lambda storage: (storage.disk_bytes, storage.memory_bytes))
     pixels = PHOTOS * 400 * 500 * 3
     jpeg = sum(map(len, photos))
-    if name == "memory":
-        assert (disk, memory) == (0, pixels)
+    if name in ("memory", "cached"):
+        assert (disk, memory) == (jpeg if name == "cached" else 0, pixels)
     elif name == "hdf5-gzip":
         assert jpeg < disk < pixels and memory == 0
     else:
