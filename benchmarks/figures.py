@@ -49,6 +49,7 @@ def block(name: str) -> str:
         "gpu dataset": other_tables.gpu_dataset,
         "copies": other_tables.copies,
         "ready batches": other_tables.ready_batches,
+        "gil takes": other_tables.gil_takes,
     }
     if name not in writers:
         raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")

@@ -34,6 +34,17 @@ def first_batch() -> str:
     return f"{told(result, epochs, *left_out(result))}\n\n{markdown(lines)}"
 
 
+def gil_takes() -> str:
+    """How often the interpreter's lock is taken for a batch, by its size."""
+    result = read("gil-takes")
+    sizes = list(result["rows"][0]["takes_a_batch"])
+    lines = [["the lock is taken", *(f"for a batch of {size}" for size in sizes)]]
+    for row in result["rows"]:
+        lines.append([labelled(row["row"]), *(f"{row['takes_a_batch'][size]['median']:.1f}" for size in sizes)])
+    copies = f"Copies are made {result['settings']['copies']}."
+    return f"{told(result, copies)}\n\n{markdown(lines)}"
+
+
 def ready_batches() -> str:
     """What is left to pay for a batch that is ready, case by case."""
     result = read("ready-batches")

@@ -242,7 +242,8 @@ def test_ready_batches_case_by_case(write):
 
 def made(**ms):
     """A cell of rows with these ms a step, "_" in a name for "-"."""
-    return {"rows": [{"name": name.replace("_", "-"), "ms_per_step": figure(raw)} for name, raw in ms.items()]}
+    rows = [(name.replace("_", "-"), figure(raw)) for name, raw in ms.items()]
+    return {"rows": [{"name": name, "ms_per_step": took, "below_bound": name == "fastreid"} for name, took in rows]}
 
 
 def test_the_fix_for_windows_beside_the_faster_of_ours(monkeypatch):
@@ -251,7 +252,7 @@ def test_the_fix_for_windows_beside_the_faster_of_ours(monkeypatch):
     cells = {"odd": lost, "one row": made(windows_fix=[1.0]), "no fix": made(gpuprefetch=[1.0]), "memory-kernels": both}
     monkeypatch.setattr(throughput_tables, "cells", lambda: cells)
     assert figures.block("windows fix").splitlines()[2:] == [
-        "| ready samples, GPU-bound step | 31.0 | 25.0 |  | 20.0 | 16.0 | 1.94 |",
+        "| ready samples, GPU-bound step | 31.0 | 25.0\\* |  | 20.0 | 16.0 | 1.94 |",
         "| odd | 20.0 |  | 26.0 | 25.0 |  | 0.80 (within the spread) |",
     ]
 
@@ -272,6 +273,7 @@ def test_the_legend_is_of_all_cells(monkeypatch):
         figures.block("rows")
 
 
+KNOWN_LOSSES = {}  # by cell: README claims that there are none, so one that is measured is named here, and there
 ONE_THREAD = ("dataloader", "pinned", "windows-fix", "apex", "background", "fastreid", "thread", "timm")
 
 
@@ -279,7 +281,8 @@ def losses(result):
     """Which of our rows are behind others by more than the spread: the faster one with one thread, behind those that
     load on one; those with several, behind other packages' with as many."""
     names = [row["name"] for row in result["rows"]]
-    pairs = [(throughput_tables.faster_of_ours(result)["name"], name) for name in ONE_THREAD if name in names]
+    ours = throughput_tables.faster_of_ours(result)
+    pairs = [(ours["name"], name) for name in ONE_THREAD if ours and name in names]
     for family, count in map(split_name, names):
         if family in ("nodes", "spdl") and f"gpuprefetch{count}" in names:
             pairs.append((f"gpuprefetch{count}", f"{family}{count}"))
@@ -299,4 +302,4 @@ def test_a_loss_is_found():
 @pytest.mark.parametrize("name", result_files.cells())
 def test_no_committed_cell_shows_a_loss(name):
     result = result_files.cells()[name]
-    assert result_files.find(result, "dataloader") and losses(result) == []
+    assert losses(result) == KNOWN_LOSSES.get(name, [])

@@ -33,6 +33,7 @@ README_ROWS = {
 }
 DECODERS = {"opencv": "OpenCV", "torchvision": "torchvision.io", "pil": "PIL"}  # in the order of their tables
 WAYS = {"gpuprefetch": "threads", "workers": "processes"}
+BELOW_BOUND = r"\*"
 
 
 def steps() -> str:
@@ -41,10 +42,12 @@ def steps() -> str:
     lines = [["ms a step", *results]]
     lines.append(["compute alone, on the device", *(one_digit(r["parts_ms"]["compute"]) for r in results.values())])
     for name, label in README_ROWS.items():
-        lines.append(
-            [label, *(one_digit(row["ms_per_step"]) if (row := find(r, name)) else "" for r in results.values())]
-        )
+        lines.append([label, *(ms_a_step(find(result, name)) for result in results.values())])
     return markdown(lines)
+
+
+def ms_a_step(row: dict[str, Any] | None) -> str:
+    return "" if row is None else one_digit(row["ms_per_step"]) + BELOW_BOUND * row["below_bound"]
 
 
 def cell(name: str) -> str:
@@ -60,7 +63,7 @@ def cell(name: str) -> str:
             [
                 labelled(row["name"], len(row["wrong_repeats"])),
                 *ranged(step),
-                f"{row['multiple_of_bound']['median']:.2f}" + r"\*" * row["below_bound"],
+                f"{row['multiple_of_bound']['median']:.2f}" + BELOW_BOUND * row["below_bound"],
                 f"{over_compute:.2f}",
                 f"{row['waited_share']['median']:.0%}",
                 f"{row['first_batch_ms']['median']:.0f}",
@@ -70,7 +73,7 @@ def cell(name: str) -> str:
     files = f"[JSON](../benchmarks/results/{name}.json), [picture](../benchmarks/results/{name}.png)"
     said = [parts_alone(result), *(f"Note: {note}." for note in result["notes"])]
     if any(row["below_bound"] for row in result["rows"]):
-        said.append(rf"\*: more than 2 % below its bound: {why_below_bound(result['settings'])}.")
+        said.append(f"{BELOW_BOUND}: more than 2 % below its bound: {why_below_bound(result['settings'])}.")
     said.append(f"{files}.")
     settings = paragraph(setting_line(result["settings"]) + ".", *said)
     return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
@@ -148,8 +151,7 @@ def windows_fix() -> str:
             continue
         over = f"{fix['ms_per_step']['median'] / best['ms_per_step']['median']:.2f}"
         over += " (within the spread)" * (not is_apart(fix, best))
-        times = ["" if row is None else one_digit(row["ms_per_step"]) for row in found]
-        lines.append([COLUMNS.get(name, name), *times, over])
+        lines.append([COLUMNS.get(name, name), *map(ms_a_step, found), over])
     return markdown(lines)
 
 

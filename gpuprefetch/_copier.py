@@ -140,16 +140,16 @@ class Copier:
                 stacklevel=2,
             )
             return
-        if size < wanted:
-            warnings.warn(
-                f"{size >> 20} MiB of pinned memory for copies to {self.device}, since more was refused ({reason}): "
-                f"copies are a little slower, unless you {remedy}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         piece = min(_PIECE_BYTES, size // _LEAST_PIECES)
         self._ring_events = self.take_events(size // piece)
         self.native.set_ring(self._ring.data_ptr(), piece, [event.cuda_event for event in self._ring_events])
+        if size < wanted:
+            warnings.warn(
+                f"{size >> 20} MiB of pinned memory for copies to {self.device}, since more was refused ({reason}): "
+                f"copies may be slower, unless you {remedy}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class Share:

@@ -193,16 +193,15 @@ def test_loading_copying_and_computing_overlap(spin):
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_the_profiler_shows_copies_while_kernels_run(threads, spin):
-    """Case F1."""
     n = 10
-    loader = DataLoader(Ramp(2 * n, (4 * MIB,)), batch_size=2)  # 32 MiB: some tenths of a millisecond
+    sources = [torch.full((8 * MIB,), float(i)) for i in range(n)]  # 32 MiB: a copy takes some tenths of a millisecond
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in PrefetchIterator(loader, device="cuda", num_threads=threads):
+        for _ in PrefetchIterator(passed_on(sources), device="cuda", num_threads=threads):
             spin(40)
         torch.cuda.synchronize()
 
-    on_device = [event for event in profiler.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
     def spans(name):
         return [(event.time_range.start, event.time_range.end) for event in on_device if name in event.name]
@@ -219,7 +218,7 @@ def test_the_profiler_shows_copies_while_kernels_run(threads, spin):
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_the_users_code_has_the_callers_device(threads):
-    """Case T15, where there are two."""
+    """Where there is one only, it is the default as well."""
     device = torch.cuda.device_count() - 1
     seen = []
     with torch.cuda.device(device):

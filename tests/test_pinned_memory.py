@@ -62,7 +62,7 @@ def test_a_power_of_two_halved_until_the_system_agrees(make_ring, monkeypatch, p
     assert requested == requests
     smaller = (
         f"{requests[-1] // MIB} MiB of pinned memory for copies to cuda:0, since more was refused (CUDA error: out of "
-        "memory): copies are a little slower, unless you free pinned memory, or raise the memory limit"
+        "memory): copies may be slower, unless you free pinned memory, or raise the memory limit"
     )
     assert [str(warning.message) for warning in caught] == ([smaller] if len(requests) > 1 else [])
     ((address, piece_bytes, events),) = copier.rings
