@@ -25,7 +25,7 @@ def _spread(rows: Rows) -> float:
     return max(float((row["ms"]["high"] - row["ms"]["low"]) / row["ms"]["median"]) for row in rows)
 
 
-def _cells(rows: Rows, source: str) -> list[list[str]]:
+def cells_of(rows: Rows, source: str) -> list[list[str]]:
     """A line a size, a column a method: GB/s, or ms for the leaves."""
     methods = methods_of(rows, source)
     unit, key, digits = ("ms", "ms", 3) if source == "leaves" else ("GB/s", "gb_per_s", 1)
@@ -55,7 +55,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for source, description in SOURCES.items():
         if methods_of(rows, source):
-            lines += ["", f"{source}: {description}", *columns(_cells(rows, source))]
+            lines += ["", f"{source}: {description}", *columns(cells_of(rows, source))]
     cells = [["peak MiB, above what was there", "pinned", "device", "host"]]
     for peak in peaks:
         sizes = (peak["pinned_bytes"], peak["device_bytes_above_batch"], peak["host_bytes"])

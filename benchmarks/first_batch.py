@@ -93,8 +93,8 @@ def over_load(row: Row, seconds: list[float], loads: list[float]) -> dict[str, A
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    settings = result["settings"]
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """A line for each row, the first one its head."""
     lines = [["row", "first ms", "[min .. max]", "over load", "[min .. max]", "over load / threads"]]
     load = result["load_ms"]
     lines.append([LOAD, f"{load['median']:.2f}", interval(load, 2), "", "", ""])
@@ -102,13 +102,18 @@ def report(result: dict[str, Any]) -> str:
         first, over = row["first_ms"], row["over_load_ms"]
         lines.append([row["name"], f"{first['median']:.2f}", interval(first, 2), f"{over['median']:.2f}"])
         lines[-1] += [interval(over, 2), f"{row['over_shared_load_ms']['median']:.2f}"]
+    return lines
+
+
+def report(result: dict[str, Any]) -> str:
+    settings = result["settings"]
     return "\n".join(
         [
             f"workload {settings['workload']}, batch {settings['batch_size']}, epochs of {settings['steps']} batches, "
             f"median of {settings['repeats']}",
             *headline(result["environment"]),
             "",
-            *(line.rstrip() for line in columns(lines)),
+            *(line.rstrip() for line in columns(table(result))),
             *(f"{row['name']}  left out: {row['reason']}" for row in result["left_out"]),
         ]
     )

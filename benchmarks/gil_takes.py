@@ -90,11 +90,12 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [["takes of the GIL, a batch", *(f"of {size} samples" for size in BATCH_SIZES)]]
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """A line for each row, the first one its head."""
+    lines = [["takes of the GIL, a batch", *(f"of {size} samples" for size in result["rows"][0]["takes_a_batch"])]]
     for row in result["rows"]:
         lines.append([row["row"], *(f"{counts['median']:.1f}" for counts in row["takes_a_batch"].values())])
-    return "\n".join(["", *headline(result["environment"]), "", *columns(lines)])
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {"repeats": options.repeats, "few": FEW, "many": MANY, "step_ms": STEP_SECONDS * 1e3}
     settings["copies"] = "to the device" if torch.cuda.is_available() else "on the host, by the tests' planted device"
     result = {"benchmark": "gil_takes", "format": 1, "environment": environment, "settings": settings, "rows": rows}
-    print(table(result))
+    print("\n".join(["", *headline(environment), "", *columns(table(result))]))
     write_files(result, options)
     return 0
 

@@ -149,14 +149,20 @@ def row_result(
     }
 
 
-def report(result: dict[str, Any]) -> list[str]:
-    parts = {name: statistics.median(value["raw"]) for name, value in result["parts_ms"].items()}
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """A line for each row, the first one its head."""
     lines = [["row", "ms a step", "lowest", "highest", "bound", "x bound", "x as fast as plain"]]
     for row in result["rows"]:
         own = row["ms_per_step"]
         values = [own["median"], own["low"], own["high"]]
         values += [row[key]["median"] for key in ("bound_ms", "multiple_of_bound", "times_as_fast_as_plain")]
         lines.append([row["name"] + "!" * bool(row["wrong_repeats"]), *(f"{value:.2f}" for value in values)])
+    return lines
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    parts = {name: statistics.median(value["raw"]) for name, value in result["parts_ms"].items()}
+    lines = table(result)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["---"] * len(widths))
     return [

@@ -259,23 +259,28 @@ def best_over_caller(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"row": best["row"], **best["ms_per_step_over_caller"]}
 
 
+def cells(case: dict[str, Any]) -> list[list[str]]:
+    """A line for each row of a case, the first one its head."""
+    lines = [["row", "ms a step", "[min .. max]", "x caller", "next() us", "[min .. max]", "our threads", "caller"]]
+    for row in case["rows"]:
+        own, ms, us = row["own_threads_share"], row["ms_per_step"], row["next_us"]
+        lines.append(
+            [
+                row["row"],
+                *(f"{ms['median']:.3f}", interval(ms, 3), f"{row['ms_per_step_over_caller']['median']:.3f}"),
+                *(f"{us['median']:.1f}", interval(us, 1)),
+                *("-" if own is None else f"{own['median']:.1%}", f"{row['caller_share']['median']:.0%}"),
+            ]
+        )
+    return lines
+
+
 def table(result: dict[str, Any]) -> str:
     lines = ["", f"repeats {result['settings']['repeats']}"]
     lines += [*(f"  {line}" for line in headline(result["environment"])), f"  {result['environment']['command']}"]
     for name, case in result["cases"].items():
-        cells = [["row", "ms a step", "[min .. max]", "x caller", "next() us", "[min .. max]", "our threads", "caller"]]
-        for row in case["rows"]:
-            own, ms, us = row["own_threads_share"], row["ms_per_step"], row["next_us"]
-            cells.append(
-                [
-                    row["row"],
-                    *(f"{ms['median']:.3f}", interval(ms, 3), f"{row['ms_per_step_over_caller']['median']:.3f}"),
-                    *(f"{us['median']:.1f}", interval(us, 1)),
-                    *("-" if own is None else f"{own['median']:.1%}", f"{row['caller_share']['median']:.0%}"),
-                ]
-            )
         best = case["best_over_caller"]
-        lines += ["", f"{name}: {case['description']}", *columns(cells)]
+        lines += ["", f"{name}: {case['description']}", *columns(cells(case))]
         lines.append(f"best of ours, {best['row']}: {best['median']:.3f} of the step with {CALLER} in the caller")
     width = max(map(len, WAYS))
     lines += ["", *(f"{name.ljust(width)}  {WAYS[name].description}" for name in result["settings"]["rows"]), ""]

@@ -10,7 +10,7 @@ import in_process  # noqa: F401  (registers the rows: so do the next two)
 import ours  # noqa: F401
 import peers  # noqa: F401
 from page_text import command, described, labelled, markdown, one_digit, paragraph, parts_alone, ranged
-from report import is_apart, setting_line, why_below_bound
+from report import is_apart, mebibytes, setting_line, why_below_bound
 from result_files import Unwritable, cells, find, read
 from rows import ROWS, rows_called, split_name
 
@@ -58,6 +58,7 @@ def cell(name: str) -> str:
     computes = result["parts_ms"]["compute"]["raw"]
     for row in result["rows"]:
         step = row["ms_per_step"]
+        # What the result holds of it, too, but not those of an older throughput.py.
         over_compute = statistics.median(own / alone for own, alone in zip(step["raw"], computes, strict=True))
         lines.append(
             [
@@ -77,10 +78,6 @@ def cell(name: str) -> str:
     said.append(f"{files}.")
     settings = paragraph(setting_line(result["settings"]) + ".", *said)
     return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
-
-
-def mebibytes(size: int | None) -> str:
-    return "" if size is None else f"{size / 2**20:.0f}"
 
 
 def machine() -> str:

@@ -26,19 +26,19 @@ class Allocation {
   void add(const at::TensorOptions& options, Make make, Shape shape) {
     const Layout::Place place = layout_.places[outputs_.tensors.size()];
     const Layout::Storage& storage = layout_.storages[place.storage];
-    at::Tensor& pack = outputs_.storages[place.storage];
+    at::Tensor& whole = outputs_.storages[place.storage];
     if (storage.leaves == 1) {
-      pack = make(device_);
-      outputs_.tensors.push_back(pack);
+      whole = make(device_);
+      outputs_.tensors.push_back(whole);
       return;
     }
     const std::size_t itemsize = options.dtype().itemsize();
-    if (!pack.defined()) {
-      pack = at::empty({static_cast<std::int64_t>(storage.bytes / itemsize)}, options.device(device_));
+    if (!whole.defined()) {
+      whole = at::empty({static_cast<std::int64_t>(storage.bytes / itemsize)}, options.device(device_));
       // A leaf that outgrew its place would lie over its neighbours, and a storage of 0 bytes would take them along.
-      pack.storage().unsafeGetStorageImpl()->set_resizable(false);
+      whole.storage().unsafeGetStorageImpl()->set_resizable(false);
     }
-    auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(pack.storage()), pack.key_set(), pack.dtype());
+    auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(whole.storage()), whole.key_set(), whole.dtype());
     const at::Tensor like = shape();
     part.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
                                                       static_cast<std::int64_t>(place.offset / itemsize));
