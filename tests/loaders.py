@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import traceback
 
 import torch
 from torch.utils.data import Dataset
@@ -84,6 +85,16 @@ def eventually(condition, seconds=10.0, collect=True):
         if time.monotonic() > end:
             return False
         time.sleep(0.005)
+
+
+def stands_in(name, thread, seconds=20.0):
+    """True as soon as the thread is inside a call of a function of that name, False after ``seconds``."""
+
+    def stands():
+        frame = sys._current_frames().get(thread.ident)
+        return any(each.f_code.co_name == name for each, _ in traceback.walk_stack(frame)) if frame else False
+
+    return eventually(stands, seconds, collect=False)
 
 
 def within(seconds, function):
