@@ -21,7 +21,7 @@ from rows import Loader, Row
 from target import Target
 from tqdm import tqdm
 
-COMPUTE = "compute"
+COMPUTE, RESTED = "compute", "rested"
 FOOTPRINT_STEPS = 26  # of an epoch: more than any queue holds
 STEPS_A_READING = 5  # one takes some milliseconds
 SPEED_SECONDS = 0.25
@@ -51,12 +51,18 @@ def run(
     """
     transports: list[Transport] = []
     computes: list[Epoch] = []
+    rested: list[Epoch] = []
+    alone: dict[str, list[Epoch]] = {COMPUTE: computes}
+    if sync_every_step and target.accelerated:  # only there a bound asks for it
+        alone[RESTED] = rested
     epochs: dict[str, list[Epoch]] = {}
     footprints: dict[str, Footprint] = {}
     sources: dict[str, Iterable[Batch]] = {}
     left_out: list[dict[str, str]] = []
     tqdm.monitor_interval = 0  # its thread would take the GIL now and then
-    progress = tqdm(total=plan.repeats * (len(rows) + 1) + 2 * len(rows), leave=False, unit="cell", disable=None)
+    progress = tqdm(
+        total=plan.repeats * (len(alone) + len(rows)) + 2 * len(rows), leave=False, unit="cell", disable=None
+    )
 
     with ExitStack() as open_rows, progress:
         resident = ResidentBatches(loader, target, plan.steps)
@@ -75,7 +81,8 @@ def run(
                 epochs[row.name] = []
             progress.update()
         rows = [row for row in rows if row.name in epochs]
-        cells = [COMPUTE, *epochs]
+        taken = alone | epochs
+        cells = list(taken)
         chance = random.Random(seed)
 
         start = time.perf_counter()
@@ -96,19 +103,18 @@ def run(
                 target.restore_intra_op_threads()
                 timer.advance(cut - len(timer.times))
                 _bring_to_speed(resident, plan, target)
-                source = resident if cell == COMPUTE else sources[cell]
-                epoch = time_epoch(source, plan.steps, plan.step, target, sync_every_step)
-                (computes if cell == COMPUTE else epochs[cell]).append(epoch)
+                on_device: dict[str, Iterable[Batch]] = {COMPUTE: resident, RESTED: resident.after_loads(loader)}
+                source = (sources | on_device)[cell]
+                taken[cell].append(time_epoch(source, plan.steps, plan.step, target, sync_every_step))
                 progress.update()
             target.restore_intra_op_threads()
             timer.advance(plan.steps - len(timer.times))
             transports.append(timer.result())
 
-    parts = [_parts(transport, compute) for transport, compute in zip(transports, computes, strict=True)]
+    parts = list(map(_parts, transports, computes, rested or computes))
     least = _least_host_parts(parts, transports)
-    names = (
-        PART_NAMES if target.accelerated else ("load", "compute")
-    )  # on the CPU nothing is staged, copied or gathered
+    # On the CPU nothing is staged, copied or gathered.
+    names = [name for name in PART_NAMES if rested or name != RESTED] if target.accelerated else ["load", "compute"]
     return {
         "parts_ms": {name: figure([getattr(part, name) * 1e3 for part in parts]) for name in names},
         "left_out": left_out,
@@ -129,9 +135,9 @@ def run(
     }
 
 
-def _parts(transport: Transport, compute: Epoch) -> Parts:
+def _parts(transport: Transport, compute: Epoch, rested: Epoch) -> Parts:
     mean = {name: statistics.fmean(getattr(batch, name) for batch in transport.times) for name in TRANSPORT_NAMES}
-    return Parts(**mean, compute=compute.step_seconds)
+    return Parts(**mean, compute=compute.step_seconds, rested=rested.step_seconds * (1 - rested.waited_share))
 
 
 def _least_host_parts(parts: list[Parts], transports: list[Transport]) -> list[Parts]:

@@ -20,7 +20,8 @@ class Parts:
     load: the plain loader makes the batch on the host. fetch: the part of it before the samples are stacked, which is
     all that a loader needs that gathers samples on their way to the device; on the CPU none does. stage: the host
     copies it into pinned memory that is kept. copy: from there to the device. compute: the step, on batches that are on
-    the device already.
+    the device already. rested: the same where the host has loaded a batch since the step before, as it does where
+    loading and computing take turns. A device at its power limit is faster after a rest; others are as compute says.
     """
 
     load: float
@@ -28,6 +29,7 @@ class Parts:
     stage: float
     copy: float
     compute: float
+    rested: float
 
 
 @dataclass(frozen=True)
@@ -141,3 +143,8 @@ class ResidentBatches:
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.steps):
             yield self.pool[number % len(self.pool)]
+
+    def after_loads(self, loader: DataLoader[Batch]) -> Iterator[Batch]:
+        """The same, each after the host has loaded another batch, which goes nowhere."""
+        for batch, _ in zip(self, loader, strict=True):
+            yield batch

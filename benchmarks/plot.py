@@ -18,6 +18,7 @@ PART_LABELS = {
     "stage": "stage: copy it to pinned memory",
     "copy": "copy: pinned memory to the device",
     "compute": "compute: the training step itself",
+    "rested": "rested: the same after the device had nothing to do",
 }
 
 

@@ -14,6 +14,7 @@ PART_MEANINGS = {
     "stage": "the host copies it into pinned memory",
     "copy": "pinned memory to the device",
     "compute": "the step, on batches that are on the device already",
+    "rested": "compute, where the host has loaded a batch since the step before",
 }
 
 

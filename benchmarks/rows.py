@@ -46,8 +46,14 @@ def staged_beside(threads: int) -> Bound:
     )
 
 
+def _rested_step(parts: Parts) -> float:
+    """Of loops that wait for every step, and load in between. There is no bound in a step that is slower after loading,
+    with the caches that it leaves."""
+    return min(parts.compute, parts.rested)
+
+
 # For loading inside next(), in a loop that waits for every step: the parts add up.
-IN_TURN = Bound("load + stage + compute", lambda parts: parts.load + parts.stage + parts.compute)
+IN_TURN = Bound("load + stage + min(compute, rested)", lambda parts: parts.load + parts.stage + _rested_step(parts))
 
 # Loading and staging on a thread of its own that stacks nothing: the samples are gathered where they are staged.
 GATHERED = Bound(
@@ -58,8 +64,8 @@ GATHERED = Bound(
 
 # Loading inside next(), where another thread stages: that can go on while the loop waits for its step.
 GATHERED_BESIDE_COMPUTE = Bound(
-    "max(fetch + max(stage, compute), copy)",
-    lambda parts: max(parts.fetch + max(parts.stage, parts.compute), parts.copy),
+    "max(fetch + max(stage, min(compute, rested)), copy)",
+    lambda parts: max(parts.fetch + max(parts.stage, _rested_step(parts)), parts.copy),
 )
 
 

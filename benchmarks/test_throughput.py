@@ -21,11 +21,12 @@ from calibration import Plan
 from epoch import time_epoch
 from experiment import _least_host_parts, _parts, run
 from in_process import Epochs, in_background
-from parts import BatchTimes, Transport, TransportTimer
+from parts import BatchTimes, Parts, ResidentBatches, Transport, TransportTimer
 from plot import draw
 from steps import Nothing, Wait
 from target import Target
-from workloads import make_loader, make_workload
+from torch.utils.data import default_collate
+from workloads import changed, make_loader, make_workload
 
 BATCH, STEPS = 4, 50
 
@@ -432,11 +433,46 @@ def test_the_parts_of_the_bound_are_the_least_of_each_batch():
         Transport([BatchTimes(1.0, 0.5, 0.1, 0.2), BatchTimes(9.0, 2.5, 0.3, 0.4)], None),
         Transport([BatchTimes(4.0, 3.5, 0.2, 0.4), BatchTimes(3.0, 2.6, 0.2, 0.6)], None),
     ]
-    parts = [_parts(transport, compute) for transport in transports]
+    parts = [
+        _parts(transport, compute, SimpleNamespace(step_seconds=8.0, waited_share=0.5)) for transport in transports
+    ]
+    assert [part.rested for part in parts] == [4.0, 4.0]
     assert [part.load for part in parts] == [5.0, 3.5]
     for part, copy in zip(_least_host_parts(parts, transports), (0.3, 0.5), strict=True):
         assert (part.load, part.fetch, part.compute) == (2.0, 1.5, 5.0)
         assert (part.stage, part.copy) == pytest.approx((0.15, copy))
+
+
+@pytest.mark.parametrize(("rested", "step"), [(3.0, 3.0), (6.0, 5.0)])
+def test_a_device_that_is_faster_after_a_rest_lowers_the_bound_where_it_rests(rested, step):
+    parts = Parts(load=8.0, fetch=7.0, stage=1.0, copy=1.0, compute=5.0, rested=rested)
+    bounds = {name: rows.ROWS[name].bound_for(True).seconds(parts) for name in ("pinned", "gpuprefetch0", "thread")}
+    assert bounds == {"pinned": 9.0 + step, "gpuprefetch0": 7.0 + step, "thread": 9.0}
+    assert rows.ROWS["pinned"].bound_for(False).seconds(parts) == 9.0
+
+
+def test_the_device_rests_while_the_host_loads(loader, plan):
+    """Between two steps of the part that is called so, and only where a bound asks for it."""
+    done = []
+
+    class Recorded(Nothing):
+        def __call__(self, images, labels):
+            done.append("step")
+            return super().__call__(images, labels)
+
+    target = Target(torch.device("cpu"))
+    target.accelerated, target._module = True, torch.cpu
+    recorded = changed(loader, collate_fn=lambda samples: done.append("load") or default_collate(samples))
+    resident = ResidentBatches(recorded, target, STEPS)
+    done.clear()
+    time_epoch(resident.after_loads(recorded), STEPS, Recorded(), target, True)
+    assert done == ["load", "step"] * STEPS
+
+    chosen = rows.rows_called("pinned", [])
+    for sync in (False, True):
+        measured = run(plan, chosen, loader, target, 2, sync)
+        assert ("rested" in measured["parts_ms"]) == sync
+        assert ("compute, where the host has loaded" in report.table(result_of(measured, target))) == sync
 
 
 def test_a_row_below_its_bound_says_why(loader, target, plan):

@@ -116,7 +116,7 @@ def test_a_collection_while_an_object_moves_does_not_wait_for_a_thread_that_want
     class Collects:
         def to(self, device):
             epoch, thread = abandon()
-            assert eventually(lambda: "in move" in stack_of(thread), collect=False)
+            assert eventually(lambda: "foreign" in stack_of(thread), collect=False), stack_of(thread)
             gc.collect()
             assert epoch() is None
             return torch.zeros(2).to(device)
