@@ -89,16 +89,6 @@ def _gpuprefetch(source: Source, target: Target) -> Opened:
     return _through_lane(batch, lambda batch: batch, target)
 
 
-@method(
-    "gathered rows", "as gpuprefetch, with the rows as samples to stack: the pool's threads make it dense", ("strided",)
-)
-def _gathered_rows(source: Source, target: Target) -> Opened:
-    from gpuprefetch._batch import Stack
-
-    (strided,) = source.tensors
-    return _through_lane(list(strided.unbind()), Stack, target)
-
-
 @method(".to", "tensor.to(device)")
 def _to(source: Source, target: Target) -> Opened:
     def copy() -> Copied:

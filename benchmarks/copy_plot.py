@@ -13,7 +13,6 @@ from target import headline
 
 COLOURS = {  # Okabe and Ito's, as in plot.py
     "gpuprefetch": OURS,
-    "gathered rows": "#000000",
     ".to": OTHERS,
     "pin_memory()": "#E69F00",
     "kept pinned": "#009E73",
@@ -21,6 +20,7 @@ COLOURS = {  # Okabe and Ito's, as in plot.py
     "consolidated": "#56B4E9",
     "link": BOUND,
 }
+NO_LONGER_A_METHOD = "#000000"  # in a result that is kept
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -64,9 +64,10 @@ def _lines(axes: Any, rows: list[dict[str, Any]], source: str) -> None:
         label = "link: from pinned memory, the limit" if name == "link" else name
         style = "--" if name == "link" else "-"
         medians = [row["gb_per_s"]["median"] for row in own]
-        axes.plot(sizes, medians, style, marker="o", markersize=3, color=COLOURS[name], label=label)
+        colour = COLOURS.get(name, NO_LONGER_A_METHOD)
+        axes.plot(sizes, medians, style, marker="o", markersize=3, color=colour, label=label)
         low, high = ([row["gb_per_s"][end] for row in own] for end in ("low", "high"))
-        axes.fill_between(sizes, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
+        axes.fill_between(sizes, low, high, color=colour, alpha=0.2, linewidth=0)
     ticks = sorted({row["bytes"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -25,7 +25,7 @@ MADE_BY = {
     "pageable": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
     "pinned": ["gpuprefetch", ".to", "link"],
     "gathered": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "stacked pinned", "link"],
-    "strided": ["gpuprefetch", "gathered rows", ".to", "pin_memory()", "kept pinned", "link"],
+    "strided": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
     "leaves": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
 }
 LEAF_BATCHES = [200 << 10, 800 << 10, 3200 << 10, 12800 << 10, 25600 << 10]  # of 1, 4, 16, 64 and 128 KiB each
@@ -169,25 +169,6 @@ def test_of_a_strided_source_the_bytes_are_compared_that_it_has(kept):
     source.invert()
     with pytest.raises(WrongCopy, match=f": {64 * 512} bytes of tensor 0 are wrong, the first at 0$"):
         check(source, "stale", Copied(~sent), CPU)
-
-
-def test_rows_of_a_strided_source_are_handed_over_as_samples(on_the_cpu, target, monkeypatch):
-    batches = []
-
-    def prepare(lane, record):
-        batches.append(record.batch)
-        record.leaves = [record.batch]
-
-    monkeypatch.setattr(HostLane, "prepare", prepare)
-    source = make_source("strided", 64 * 512, 0)
-    with copy_methods.METHODS["gathered rows"].make(source, target) as copy:
-        check(source, "gathered rows", copy(), CPU)
-        source.invert()
-        check(source, "gathered rows", copy(), CPU)
-    (strided,) = source.tensors
-    for batch in batches:
-        assert type(batch) is Stack and all(sample.is_contiguous() for sample in batch.samples)
-        assert [sample.data_ptr() for sample in batch.samples] == [row.data_ptr() for row in strided]
 
 
 def test_the_link_takes_dense_bytes_of_a_strided_source(target):

@@ -12,6 +12,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "rows.h"
 #include "staged_copy.h"
 
 namespace gpuprefetch {
@@ -86,9 +87,14 @@ auto call_driver(const std::string& what, Step step) {
   }
 }
 
-// A tensor whose bytes, in order, are those of `output`: the source itself where it is dense with the same strides.
+// Rows shorter than this are for torch, which makes a dense copy element by element: an extent takes memory too.
+constexpr std::size_t kLeastRowBytes = 256;
+
+Rows rows_of(const at::Tensor& source, const at::Tensor& output) {
+  return Rows(source.sizes(), source.strides(), output.strides(), source.itemsize());
+}
+
 at::Tensor dense_like(const at::Tensor& source, const at::Tensor& output) {
-  if (source.is_non_overlapping_and_dense() && source.strides() == output.strides()) return source;
   auto dense = at::empty_strided(output.sizes(), output.strides(), source.options());
   return dense.copy_(source);
 }
@@ -226,16 +232,26 @@ void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& out
     auto* const begin = static_cast<std::byte*>(outputs.storages[i].mutable_data_ptr());
     staged.push_back(Destination{begin, layout.storages[i].bytes, {}});
   }
-  std::vector<at::Tensor> dense;  // keeps what dense_like() made until it has been read
+  std::vector<at::Tensor> dense;  // keeps what torch made dense until it has been read
   auto place = layout.places.begin();
-  for (const auto& tensor : sources.tensors) {
-    dense.push_back(dense_like(tensor, outputs.tensors[dense.size()]));
+  for (std::size_t i = 0; i < sources.tensors.size(); ++i) {
+    const at::Tensor* source = &sources.tensors[i];
+    Rows rows = rows_of(*source, outputs.tensors[i]);
+    if (rows.count() > 1 && rows.row_bytes() < kLeastRowBytes) {
+      source = &dense.emplace_back(dense_like(*source, outputs.tensors[i]));
+      rows = rows_of(*source, outputs.tensors[i]);
+    }
     Destination& destination = staged[place->storage];
-    destination.extents.push_back(Extent{address_of(dense.back()), place->offset, tensor.nbytes()});
+    const std::byte* const begin = address_of(*source);
+    std::size_t offset = place->offset;
+    rows.each([&](std::size_t from) {
+      destination.extents.push_back(Extent{begin + from, offset, rows.row_bytes()});
+      offset += rows.row_bytes();
+    });
     ++place;
     // Asked before the ring is taken, for which others wait: the driver answers. A small one is staged in any case, so
     // nobody has to ask, nor to wait until its copy has run.
-    if (tensor.nbytes() > kSmallLeafBytes && is_pinned(dense.back())) {
+    if (rows.count() == 1 && rows.row_bytes() > kSmallLeafBytes && is_pinned(*source)) {
       pinned.push_back(std::exchange(destination, {}));
     }
   }

@@ -114,6 +114,41 @@ def test_gathered_samples_are_the_stacked_ones(num_threads, device):
             assert is_recorded(made, device)
 
 
+def cut(tensor):
+    """Parts of it that are not dense: in long rows, in short ones, one row again and again."""
+    return {
+        "rows": tensor[:, :, : tensor.shape[2] // 2],
+        "row and offset": tensor[1:, 1, 3:],
+        "permuted": tensor[:, ::2].permute(1, 0, 2),
+        "crop": tensor.unflatten(2, (8, -1))[..., 1:-1, 1:-1],
+        "elements": tensor[..., ::2],
+        "transposed": tensor[:, 1:].transpose(1, 2),
+        "expanded": tensor[0, 0].expand(9, -1),
+        "windows": tensor.flatten().unfold(0, tensor.shape[2], 7)[:50],
+    }
+
+
+@pytest.mark.parametrize("columns", [16, 64, 8 * KIB])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_what_is_not_dense(columns, dtype, device):
+    """Up to 256 bytes a row by torch, and else row by row by the copying threads. The loader may reuse its memory."""
+    device.forget_recorded()
+    buffer = torch.empty((5, 7, columns), dtype=dtype)
+    random = torch.Generator().manual_seed(columns)
+    fills = [torch.randint(256, buffer.shape, generator=random).to(dtype) for _ in range(4)]
+
+    def batches():
+        for fill in fills:
+            buffer.copy_(fill)
+            yield cut(buffer)
+
+    for batch, fill in zip(Planted(batches(), "cpu"), fills, strict=True):
+        for part, wanted in zip(leaves(batch), leaves(cut(fill)), strict=True):
+            wanted = wanted.to("cpu", copy=True)
+            assert part.stride() == wanted.stride() and torch.equal(part, wanted)
+            assert is_recorded(part, device)
+
+
 @pytest.mark.parametrize(("most", "told"), [(3 * MIB, "^2 MiB of pinned memory"), (0, "^no pinned memory")])
 def test_where_the_system_refuses_to_pin_so_much(most, told, monkeypatch):
     """A smaller ring, or none; one warning, and the same bytes."""
