@@ -4,7 +4,8 @@
     python benchmarks/copy_variants.py --builds small16=FOLDER     # besides: a source folder that was changed and built
 
 Each variant is a process of its own, since a process has one pool. All of them are open at once and take turns, in an
-order that is shuffled for each repeat; only one measures at a time. What is measured is that of copy_speed.py.
+order that is shuffled for each repeat; only one measures at a time. How fast the same code copies depends on where its
+memory happens to lie, so each variant gets that anew several times. What is measured is that of copy_speed.py.
 
 What is compiled in (how runs are cut, which leaves are small) can be varied by a second source folder only: change it
 there, and run `python setup.py build_ext --inplace`.
@@ -148,15 +149,16 @@ def measure(options: argparse.Namespace, device: str, start: Callable[..., Any])
     rows = []
     try:
         for cell in options.cells:
-            everywhere(sessions, "open", cell)
             seconds: dict[str, list[dict[str, float]]] = {name: [] for name in sessions}
             order = list(sessions)
-            for _ in range(options.repeats):
-                chance.shuffle(order)
-                for name in order:
-                    sessions[name].tell("measure")
-                    seconds[name].append(sessions[name].answer())
-            everywhere(sessions, "close")
+            for _ in range(options.openings):
+                everywhere(sessions, "open", cell)
+                for _ in range(options.repeats):
+                    chance.shuffle(order)
+                    for name in order:
+                        sessions[name].tell("measure")
+                        seconds[name].append(sessions[name].answer())
+                everywhere(sessions, "close")
             rows += [_row(name, cell, own, seconds[DEFAULT]) for name, own in seconds.items()]
     finally:
         for session in sessions.values():
@@ -189,11 +191,13 @@ def table(result: dict[str, Any]) -> str:
     rows = result["rows"]
     cells = list(dict.fromkeys((row["source"], row["bytes"]) for row in rows))
     by_place = {(row["variant"], row["source"], row["bytes"]): row for row in rows}
-    lines = ["", f"repeats {result['settings']['repeats']}", *(f"  {line}" for line in headline(result["environment"]))]
+    settings = result["settings"]
+    lines = ["", f"openings {settings['openings']}, with {settings['repeats']} repeats each"]
+    lines += [f"  {line}" for line in headline(result["environment"])]
     lines.append(f"  {result['environment']['command']}")
     for source, size in cells:
         grid = [[f"{source} {batch_label(source, size)}", "ms", "[min .. max]", "GB/s", "of link", "x default"]]
-        for variant in result["settings"]["variants"]:
+        for variant in settings["variants"]:
             row = by_place[variant["name"], source, size]
             ms = row["ms"]
             grid.append(
@@ -239,12 +243,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="LIST",
         help=f"what is copied; of leaves, the size of one ({CELLS})",
     )
-    add("--repeats", type=int, default=7, help="turns of each variant (7)")
+    add("--openings", type=int, default=3, help="times that each variant gets its memory anew, pinned and not (3)")
+    add("--repeats", type=int, default=4, help="turns of each variant, in each opening (4)")
     add("--seed", type=int, default=0, help="of the data, and of the order of turns (0)")
     add("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats must be at least 1; got {options.repeats}")
+    if min(options.openings, options.repeats) < 1:
+        parser.error(f"--openings and --repeats must be at least 1; got {options.openings}, {options.repeats}")
     try:
         options.variants = variants(options)
     except (ValueError, argparse.ArgumentTypeError) as error:
@@ -286,6 +291,7 @@ def main(options: argparse.Namespace) -> int:
         "format": 1,
         "environment": describe(find_target("cuda")),
         "settings": {
+            "openings": options.openings,
             "repeats": options.repeats,
             "seed": options.seed,
             "variants": [asdict(variant) for variant in options.variants],

@@ -38,6 +38,7 @@ def block(name: str) -> str:
         "steps": throughput_tables.steps,
         "calls": other_tables.calls,
         "machine": throughput_tables.machine,
+        "steps machine": throughput_tables.steps_machine,
         "rows": throughput_tables.rows,
         "earlier": throughput_tables.earlier,
         "windows fix": throughput_tables.windows_fix,

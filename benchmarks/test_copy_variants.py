@@ -26,6 +26,8 @@ FEW = [
     "1M",
     "--cells",
     "pageable:4K,leaves:4K,leaves:1K",
+    "--openings",
+    "1",
     "--repeats",
     "2",
 ]
@@ -111,6 +113,21 @@ def test_all_variants_measure_all_cells(copied):
     assert len(copied) == 3 * 4 * 2
 
 
+def test_memory_is_taken_anew_several_times(copied, monkeypatch):
+    done = []
+    for name, method in [("open", Session.open), ("measure", Session.measure), ("close", Session.close)]:
+
+        def record(session, *arguments, name=name, method=method):
+            done.append(name)
+            return method(session, *arguments)
+
+        monkeypatch.setattr(Session, name, record)
+    one = ["--threads", "", "--rings", "", "--pieces", "", "--cells", "leaves:4K"]
+    (row,) = measure(parse_arguments([*one, "--openings", "3", "--repeats", "2"]), "cpu", threading.Thread)
+    assert done == ["open", "measure", "measure", "close"] * 3
+    assert len(row["ms"]["raw"]) == len(row["over_default"]["raw"]) == 6
+
+
 def test_variants_take_turns_and_the_order_changes(copied, monkeypatch):
     turns = []
 
@@ -161,6 +178,7 @@ def test_the_whole_run(copied, monkeypatch, capsys, tmp_path):
         (["--threads", "2,2"], "two variants have one name"),
         (["--builds", "small16=/nowhere"], "no NAME=FOLDER with a gpuprefetch/_C that was built in place"),
         (["--repeats", "0"], "at least 1"),
+        (["--openings", "0"], "at least 1"),
     ],
 )
 def test_what_can_t_be_is_said_before_anything_is_measured(arguments, said, capsys):

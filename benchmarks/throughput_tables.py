@@ -80,11 +80,21 @@ def cell(name: str) -> str:
     return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
 
 
+def steps_machine() -> str:
+    """README.md: where the cells of its table were measured."""
+    return _machine({name: result for name, result in cells().items() if name in COLUMNS})
+
+
 def machine() -> str:
-    """Where the cells were measured, but for those of a Python without the GIL, which is another by itself: one kind of
-    machine, or a list of kinds with the cells of each."""
+    """Where all cells were measured."""
+    return _machine(cells())
+
+
+def _machine(results: dict[str, dict[str, Any]]) -> str:
+    """One kind of machine, or a list of kinds with the cells of each; but for those of a Python without the GIL, which
+    is another by itself."""
     kinds: dict[str, list[str]] = {}
-    for name, result in cells().items():
+    for name, result in results.items():
         environment = result["environment"]
         if environment.get("gil", True):
             all_cores = {**environment, "cpus_usable": environment["cpu_count"]}  # some cells were given fewer
