@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 SOUND = """
 #include <cstddef>
 inline std::size_t twice(std::size_t n) { return 2 * n; }
+inline int android(int order, int notes) { return order + (notes); }
 """
 FAULTS = {  # the check that sees it, the code, a part of what is said
     "long": ("lint", "long f(long n) { return n + 1; }", "bare long (32 bits on Windows)"),
@@ -21,6 +22,7 @@ FAULTS = {  # the check that sees it, the code, a part of what is said
         "function or type of long",
     ),
     "hexadecimal long": ("lint", "auto n = 0x10L;", "literal"),
+    "alternative token": ("lint", "bool f(bool a, bool b) { return a and b; }", "alternative token"),
     "ssize_t": ("lint", "#include <cstdio>\nssize_t f() { return -1; }", "ssize_t"),
     "POSIX call": (
         "lint",

@@ -7,7 +7,7 @@ import sys
 RULES = [
     (
         "altok",
-        r'(?<![\w.>"\'])(?:and|or|not|xor|bitand|bitor|compl|and_eq|or_eq|xor_eq|not_eq)(?=\s*[\w(!~&*:])',
+        r'(?<![\w.>"\'])(?:and|or|not|xor|bitand|bitor|compl|and_eq|or_eq|xor_eq|not_eq)(?!\w)(?=\s*[\w(!~&*:])',
         "alternative token (MSVC without /permissive- : C2065)",
     ),
     ("attribute", r"__attribute__\s*\(\(", "GNU attribute"),
