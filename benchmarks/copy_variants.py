@@ -4,8 +4,9 @@
     python benchmarks/copy_variants.py --builds small16=FOLDER     # besides: a source folder that was changed and built
 
 Each variant is a process of its own, since a process has one pool. All of them are open at once and take turns, in an
-order that is shuffled for each repeat; only one measures at a time. How fast the same code copies depends on where its
-memory happens to lie, so each variant gets that anew several times. What is measured is that of copy_speed.py.
+order that is shuffled for each repeat; only one measures at a time. The same code copies faster in one process than in
+another, perhaps by where its memory lies, so each variant gets that anew several times. What is measured is that of
+copy_speed.py.
 
 What is compiled in (how runs are cut, which leaves are small) can be varied by a second source folder only: change it
 there, and run `python setup.py build_ext --inplace`.
@@ -192,7 +193,7 @@ def table(result: dict[str, Any]) -> str:
     cells = list(dict.fromkeys((row["source"], row["bytes"]) for row in rows))
     by_place = {(row["variant"], row["source"], row["bytes"]): row for row in rows}
     settings = result["settings"]
-    lines = ["", f"openings {settings['openings']}, with {settings['repeats']} repeats each"]
+    lines = ["", f"openings {settings.get('openings', 1)}, with {settings['repeats']} repeats each"]
     lines += [f"  {line}" for line in headline(result["environment"])]
     lines.append(f"  {result['environment']['command']}")
     for source, size in cells:

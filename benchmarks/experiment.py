@@ -53,7 +53,7 @@ def run(
     computes: list[Epoch] = []
     rested: list[Epoch] = []
     alone: dict[str, list[Epoch]] = {COMPUTE: computes}
-    if sync_every_step and target.accelerated:  # only there a bound asks for it
+    if sync_every_step and target.streams is not None:  # a bound asks for it, and events tell how long the device works
         alone[RESTED] = rested
     epochs: dict[str, list[Epoch]] = {}
     footprints: dict[str, Footprint] = {}
@@ -111,7 +111,10 @@ def run(
             timer.advance(plan.steps - len(timer.times))
             transports.append(timer.result())
 
-    parts = list(map(_parts, transports, computes, rested or computes))
+    parts = [
+        _parts(transport, compute, rest)
+        for transport, compute, rest in zip(transports, computes, rested or [None] * len(computes), strict=True)
+    ]
     least = _least_host_parts(parts, transports)
     # On the CPU nothing is staged, copied or gathered.
     names = [name for name in PART_NAMES if rested or name != RESTED] if target.accelerated else ["load", "compute"]
@@ -135,9 +138,10 @@ def run(
     }
 
 
-def _parts(transport: Transport, compute: Epoch, rested: Epoch) -> Parts:
+def _parts(transport: Transport, compute: Epoch, rested: Epoch | None) -> Parts:
     mean = {name: statistics.fmean(getattr(batch, name) for batch in transport.times) for name in TRANSPORT_NAMES}
-    return Parts(**mean, compute=compute.step_seconds, rested=rested.step_seconds * (1 - rested.waited_share))
+    alone = compute.step_seconds
+    return Parts(**mean, compute=alone, rested=rested.step_seconds * (1 - rested.waited_share) if rested else alone)
 
 
 def _least_host_parts(parts: list[Parts], transports: list[Transport]) -> list[Parts]:

@@ -21,7 +21,8 @@ class Parts:
     all that a loader needs that gathers samples on their way to the device; on the CPU none does. stage: the host
     copies it into pinned memory that is kept. copy: from there to the device. compute: the step, on batches that are on
     the device already. rested: the same where the host has loaded a batch since the step before, as it does where
-    loading and computing take turns. A device at its power limit is faster after a rest; others are as compute says.
+    loading and computing take turns, without the time that the device waited. One at its power limit is faster then.
+    Where that was not measured it is compute.
     """
 
     load: float

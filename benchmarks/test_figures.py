@@ -252,7 +252,10 @@ def test_ready_batches_case_by_case(write):
 def made(**ms):
     """A cell of rows with these ms a step, "_" in a name for "-"."""
     rows = [(name.replace("_", "-"), figure(raw)) for name, raw in ms.items()]
-    return {"rows": [{"name": name, "ms_per_step": took, "below_bound": name == "fastreid"} for name, took in rows]}
+    fastreid = {"below_bound": True, "wrong_repeats": [0, 2]}
+    others = {"below_bound": False, "wrong_repeats": []}
+    told = [(name, took, fastreid if name == "fastreid" else others) for name, took in rows]
+    return {"rows": [{"name": name, "ms_per_step": took, **rest} for name, took, rest in told]}
 
 
 def test_the_fix_for_windows_beside_the_faster_of_ours(monkeypatch):
@@ -261,7 +264,7 @@ def test_the_fix_for_windows_beside_the_faster_of_ours(monkeypatch):
     cells = {"odd": lost, "one row": made(windows_fix=[1.0]), "no fix": made(gpuprefetch=[1.0]), "memory-kernels": both}
     monkeypatch.setattr(throughput_tables, "cells", lambda: cells)
     assert figures.block("windows fix").splitlines()[2:] == [
-        "| ready samples, GPU-bound step | 31.0 | 25.0\\* |  | 20.0 | 16.0 | 1.94 |",
+        "| ready samples, GPU-bound step | 31.0 | 25.0\\* (wrong in 2) |  | 20.0 | 16.0 | 1.94 |",
         "| odd | 20.0 |  | 26.0 | 25.0 |  | 0.80 (within the spread) |",
     ]
 

@@ -437,6 +437,7 @@ def test_the_parts_of_the_bound_are_the_least_of_each_batch():
         _parts(transport, compute, SimpleNamespace(step_seconds=8.0, waited_share=0.5)) for transport in transports
     ]
     assert [part.rested for part in parts] == [4.0, 4.0]
+    assert _parts(transports[0], compute, None).rested == 5.0
     assert [part.load for part in parts] == [5.0, 3.5]
     for part, copy in zip(_least_host_parts(parts, transports), (0.3, 0.5), strict=True):
         assert (part.load, part.fetch, part.compute) == (2.0, 1.5, 5.0)
@@ -451,7 +452,20 @@ def test_a_device_that_is_faster_after_a_rest_lowers_the_bound_where_it_rests(re
     assert rows.ROWS["pinned"].bound_for(False).seconds(parts) == 9.0
 
 
-def test_the_device_rests_while_the_host_loads(loader, plan):
+class HostEvent:
+    """As torch.cuda.Event, of a device that does its work at once."""
+
+    def __init__(self, enable_timing):
+        self.seconds = 0.0
+
+    def record(self):
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later):
+        return (later.seconds - self.seconds) * 1e3
+
+
+def test_the_device_rests_while_the_host_loads(loader, plan, monkeypatch):
     """Between two steps of the part that is called so, and only where a bound asks for it."""
     done = []
 
@@ -462,17 +476,21 @@ def test_the_device_rests_while_the_host_loads(loader, plan):
 
     target = Target(torch.device("cpu"))
     target.accelerated, target._module = True, torch.cpu
+    target.streams = SimpleNamespace(Event=HostEvent)
+    monkeypatch.setattr("parts._pinned_like", lambda leaf, target: torch.empty_like(leaf))
     recorded = changed(loader, collate_fn=lambda samples: done.append("load") or default_collate(samples))
     resident = ResidentBatches(recorded, target, STEPS)
     done.clear()
     time_epoch(resident.after_loads(recorded), STEPS, Recorded(), target, True)
     assert done == ["load", "step"] * STEPS
 
-    chosen = rows.rows_called("pinned", [])
-    for sync in (False, True):
-        measured = run(plan, chosen, loader, target, 2, sync)
-        assert ("rested" in measured["parts_ms"]) == sync
-        assert ("compute, where the host has loaded" in report.table(result_of(measured, target))) == sync
+    chosen = rows.rows_called("dataloader", [])
+    without_events = Target(torch.device("cpu"))
+    for own, sync in ((target, False), (target, True), (without_events, True)):
+        measured = run(plan, chosen, loader, own, 2, sync)
+        timed = sync and own is target
+        assert ("rested" in measured["parts_ms"]) == timed
+        assert ("compute, where the host has loaded" in report.table(result_of(measured, own))) == timed
 
 
 def test_a_row_below_its_bound_says_why(loader, target, plan):

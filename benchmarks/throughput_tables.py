@@ -158,8 +158,13 @@ def windows_fix() -> str:
             continue
         over = f"{fix['ms_per_step']['median'] / best['ms_per_step']['median']:.2f}"
         over += " (within the spread)" * (not is_apart(fix, best))
-        lines.append([COLUMNS.get(name, name), *map(ms_a_step, found), over])
+        lines.append([COLUMNS.get(name, name), *map(_ms_and_wrong, found), over])
     return markdown(lines)
+
+
+def _ms_and_wrong(row: dict[str, Any] | None) -> str:
+    wrong = row["wrong_repeats"] if row else []
+    return ms_a_step(row) + f" (wrong in {len(wrong)})" * bool(wrong)
 
 
 def threads(step: str) -> str:

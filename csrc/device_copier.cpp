@@ -87,7 +87,8 @@ auto call_driver(const std::string& what, Step step) {
   }
 }
 
-// Rows shorter than this are for torch, which makes a dense copy element by element: an extent takes memory too.
+// Rows shorter than this are for torch, which makes a dense copy element by element: an extent takes memory too. So are
+// all rows where there is no ring: each would be a copy of its own.
 constexpr std::size_t kLeastRowBytes = 256;
 
 Rows rows_of(const at::Tensor& source, const at::Tensor& output) {
@@ -128,6 +129,11 @@ void DeviceCopier::set_ring(std::uintptr_t memory, std::size_t piece_bytes, cons
   }
   ring_ = events.empty() ? nullptr
                          : std::make_unique<PinnedRing>(reinterpret_cast<std::byte*>(memory), piece_bytes, events);
+}
+
+bool DeviceCopier::has_ring() {
+  const std::lock_guard<std::mutex> lock(ring_mutex_);
+  return ring_ != nullptr;
 }
 
 void DeviceCopier::remember(const c10::Storage& memory) {
@@ -237,13 +243,14 @@ void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& out
   for (std::size_t i = 0; i < sources.tensors.size(); ++i) {
     const at::Tensor* source = &sources.tensors[i];
     Rows rows = rows_of(*source, outputs.tensors[i]);
-    if (rows.count() > 1 && rows.row_bytes() < kLeastRowBytes) {
+    if (rows.count() > 1 && (rows.row_bytes() < kLeastRowBytes || !copier_->has_ring())) {
       source = &dense.emplace_back(dense_like(*source, outputs.tensors[i]));
       rows = rows_of(*source, outputs.tensors[i]);
     }
     Destination& destination = staged[place->storage];
     const std::byte* const begin = address_of(*source);
     std::size_t offset = place->offset;
+    if (destination.extents.empty()) destination.extents.reserve(rows.count());
     rows.each([&](std::size_t from) {
       destination.extents.push_back(Extent{begin + from, offset, rows.row_bytes()});
       offset += rows.row_bytes();

@@ -59,6 +59,7 @@ class DeviceCopier {
   friend class Lane;
 
   void remember(const c10::Storage& memory);
+  bool has_ring();
 
   const c10::Stream stream_;
   MemcpyPool& pool_;

@@ -130,8 +130,10 @@ def cut(tensor):
 
 @pytest.mark.parametrize("columns", [16, 64, 8 * KIB])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_what_is_not_dense(columns, dtype, device):
-    """Up to 256 bytes a row by torch, and else row by row by the copying threads. The loader may reuse its memory."""
+@pytest.mark.parametrize("ring", [0, MIB])
+@pytest.mark.filterwarnings("ignore:no pinned memory:RuntimeWarning")
+def test_what_is_not_dense(columns, dtype, ring, device):
+    """Rows below 256 bytes by torch, or all without a ring; longer ones by the copying threads."""
     device.forget_recorded()
     buffer = torch.empty((5, 7, columns), dtype=dtype)
     random = torch.Generator().manual_seed(columns)
@@ -142,7 +144,7 @@ def test_what_is_not_dense(columns, dtype, device):
             buffer.copy_(fill)
             yield cut(buffer)
 
-    for batch, fill in zip(Planted(batches(), "cpu"), fills, strict=True):
+    for batch, fill in zip(Planted(batches(), "cpu", pinned_bytes=ring), fills, strict=True):
         for part, wanted in zip(leaves(batch), leaves(cut(fill)), strict=True):
             wanted = wanted.to("cpu", copy=True)
             assert part.stride() == wanted.stride() and torch.equal(part, wanted)
