@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import statistics
 import sys
 import time
 
@@ -203,11 +204,13 @@ def test_the_self_test_measures_and_gives_its_memory_back():
 
     device = torch.device("cuda", torch.cuda.current_device())
     before = dict(Copier.of(device)._shares)
-    for _ in range(5):  # other tests may keep the device and the copying threads busy
+    measured = []
+    for _ in range(3):  # medians: other tests may keep the device and the copying threads busy
         overlap = _doctor_self_test.measure_overlap(device)
         assert Copier.of(device)._shares == before
-        alone, beside, both = overlap.copy_seconds, overlap.kernel_seconds, overlap.both_seconds
-        assert overlap.hidden == _doctor_self_test.hidden_share(alone, beside, both)
-        if 0 < alone < beside <= both * 1.1 and overlap.hidden >= 0.5:
-            return
-    pytest.fail(f"the last of five self-tests gave {overlap}")
+        times = (overlap.copy_seconds, overlap.kernel_seconds, overlap.both_seconds)
+        assert overlap.hidden == _doctor_self_test.hidden_share(*times)
+        measured.append((*times, overlap.hidden))
+    alone, beside, both, hidden = map(statistics.median, zip(*measured, strict=True))
+    assert 0 < alone < beside <= both * 1.1
+    assert hidden >= 0.5
