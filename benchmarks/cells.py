@@ -23,6 +23,11 @@ ROWS += ",gpuprefetch8,gpuprefetch-x,nodes8,spdl8"
 FEW_CORES_ROWS = "dataloader,pinned,gpuprefetch,gpuprefetch0"
 # 15, 4 and 2 divide them. Processes make whole batches, so that of 50 steps the last 5 would leave 10 of 15 idle.
 THREADS_STEPS = 60
+# What was measured before there was throughput.py (results/earlier.json): workload, batch size, steps, rows.
+EARLIER = (
+    ("python", "32", "50", "dataloader,apex,thread,workers4,gpuprefetch"),
+    ("jpeg", "64", "56", "dataloader,thread,workers8,nodes8,spdl8,gpuprefetch8"),
+)
 FEW_CORES = "4-cores"
 
 
@@ -38,6 +43,10 @@ def cells() -> dict[str, list[str]]:
             made["memory-python"] = [*shared, "--step", "python", "--loaders", ROWS]
         if workload != "python":
             made[f"{FEW_CORES}-{workload}"] = [*shared, "--step", "kernels", "--loaders", FEW_CORES_ROWS]
+    for (workload, batch, steps, rows), sync in itertools.product(EARLIER, (False, True)):
+        arguments = ["--workload", workload, "--batch-size", batch, "--steps", steps, "--repeats", "3"]
+        arguments += ["--step", "resnet50", "--loaders", rows] + ["--sync-every-step"] * sync
+        made[f"earlier-{workload}{'-sync' * sync}"] = arguments
     for decoder in DECODERS:
         arguments = ["--workload", "jpeg", "--decoder", decoder, "--batch-size", "64", "--steps", str(THREADS_STEPS)]
         arguments += ["--repeats", "3"]

@@ -199,7 +199,7 @@ def test_a_numbered_row_is_made_for_its_number(loader, target):
 
 def test_every_cell_is_a_command():
     made = cells.cells()
-    assert len(made) == 24
+    assert len(made) == 28
     for name, arguments in made.items():
         options = throughput.parse_arguments(arguments)
         assert options.sync_every_step == name.endswith("-sync")
@@ -209,6 +209,8 @@ def test_every_cell_is_a_command():
         elif name.startswith("4-cores-"):
             assert name == f"4-cores-{options.workload}"
             assert cells.command_of(name)[:3] == ["taskset", "-c", "0-3"]
+        elif name.startswith("earlier-"):
+            assert name.removesuffix("-sync") == f"earlier-{options.workload}" and options.step == "resnet50"
         else:
             assert name.startswith(f"{options.workload}-{options.step}")
             assert {row.name.rstrip("48") for row in options.rows} == {
