@@ -28,6 +28,8 @@ LANES = {  # of a timeline, from top to bottom
     "copy": ("copy (bus)", "#009E73"),
     "compute": ("compute (device)", "#0072B2"),
 }
+NARROWEST = 1 / 500  # of the time shown, so that no bar vanishes
+NUMBERED = 0.015  # a bar that wide has its number in it, a narrower one beside it
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -52,8 +54,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     above.sharex(below)
     _bars(above, [PART_LABELS[name] for name in parts], list(parts.values()), [PARTS] * len(parts))
     above.set_title(
-        "What one step needs, each part measured alone. One after the other they take their sum;\n"
-        "done at the same time, while the step before is computed, at best only as long as the longest.",
+        "What one step needs, each part measured alone. One after the other, load, stage, copy and compute take\n"
+        "their sum; done at the same time, while the step before is computed, at best as long as the longest.",
         loc="left",
         fontsize=10,
     )
@@ -100,21 +102,43 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
     """One panel a row, all over the same time. A batch keeps its number, so that the eye can follow it downwards."""
     for axes, timeline in zip(panels, timelines, strict=True):
         lanes = [name for name in LANES if name in timeline["lanes"]]
+        shown = timeline["shown_ms"]
+        kernels = timeline["lanes"].get("kernels")
         for position, name in enumerate(lanes):
             spans = timeline["lanes"][name]
-            axes.broken_barh(
-                [(start, end - start) for _, start, end in spans],
-                (position - 0.4, 0.8),
-                facecolors=LANES[name][1],
-                edgecolors="white",
-                linewidth=0.5 if name != "copy" else 0,
-            )
-            for number, start, end in spans:
-                if name != "copy" and end - start > 0.015 * timeline["shown_ms"]:
-                    axes.text((start + end) / 2, position, number, ha="center", va="center", fontsize=7, color="white")
+            pale = name == "compute" and kernels is not None
+            edge = 0 if name == "copy" else 0.5
+            _spans(axes, spans, position, LANES[name][1], shown, edge, alpha=0.35 if pale else 1)
+            if pale:
+                _spans(axes, kernels, position, LANES[name][1], shown)
+            for index, (number, start, end) in enumerate(spans):
+                if name == "copy":  # one for each piece
+                    continue
+                if end - start > NUMBERED * shown:
+                    axes.text(
+                        (start + end) / 2,
+                        position,
+                        number,
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                        color="white",
+                        clip_on=True,
+                    )
+                elif index + 1 == len(spans) or spans[index + 1][1] - end > NUMBERED * shown:
+                    axes.text(
+                        end + shown / 300,
+                        position,
+                        number,
+                        ha="left",
+                        va="center",
+                        fontsize=7,
+                        color="#444444",
+                        clip_on=True,
+                    )
         axes.set_yticks(range(len(lanes)), [LANES[name][0] for name in lanes], fontsize=8)
         axes.invert_yaxis()
-        axes.set_xlim(0, timeline["shown_ms"])
+        axes.set_xlim(0, shown)
         axes.set_title(
             f"{timeline['name']}: what happens when, in the middle of an epoch (numbers are batches)",
             loc="left",
@@ -123,10 +147,28 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     if panels:
-        panels[-1].set_xlabel(
-            "time (ms), the same in each panel: bars below one another happen at the same time,\n"
-            "and a gap in the lowest lane is a device that waits for data"
-        )
+        told = "time (ms), the same in each panel: bars below one another happen at the same time.\n"
+        if any("kernels" in timeline["lanes"] for timeline in timelines):
+            told += (
+                "Lowest lane: white is a device that waits for data, pale one that waits for the launch of a kernel.\n"
+            )
+        else:
+            told += "A gap in the lowest lane is a device that waits for data; waits within a step don't show.\n"
+        told += "stage ends when a batch's last copy is queued: from ordinary memory that waits for the device.\n"
+        panels[-1].set_xlabel(told + "Seen by a profiler, beside which steps take longer than otherwise.")
+
+
+def _spans(
+    axes: Any, spans: list[Any], position: int, colour: str, shown: float, edge: float = 0, alpha: float = 1
+) -> None:
+    axes.broken_barh(
+        [(start, max(end - start, NARROWEST * shown)) for _, start, end in spans],
+        (position - 0.4, 0.8),
+        facecolors=colour,
+        edgecolors="white",
+        linewidth=edge,
+        alpha=alpha,
+    )
 
 
 def _title(result: dict[str, Any]) -> str:

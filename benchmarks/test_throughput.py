@@ -1,6 +1,7 @@
 """What the benchmark reports is what happened: shown on the CPU, with a clock of its own where time is judged."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -570,7 +571,7 @@ def test_only_loading_is_a_command(tmp_path, capsys):
 
 def test_the_plain_loader_takes_turns(loader, target):
     clock_before = time.perf_counter()
-    lanes = timeline._trace(rows.ROWS["dataloader"], loader, target, 2, Wait(0.001))
+    lanes = timeline._trace(rows.ROWS["dataloader"], loader, target, 2, Wait(0.001), False)
     loads, steps = lanes["load"], lanes["compute"]
     assert len(steps) == timeline.BATCHES <= len(loads)
     assert clock_before < loads[0][0]
@@ -580,7 +581,7 @@ def test_the_plain_loader_takes_turns(loader, target):
 
 def test_lanes_begin_together_and_end_together(loader, target):
     names = ["dataloader", "thread", "gpuprefetch"]
-    made = timeline.timelines([rows.ROWS[name] for name in names], loader, target, 2, Wait(0.002))
+    made = timeline.timelines([rows.ROWS[name] for name in names], loader, target, 2, Wait(0.002), False)
     assert [each["name"] for each in made] == names
     assert len({each["shown_ms"] for each in made}) == 1
     for each in made:
@@ -597,28 +598,84 @@ def test_staging_is_from_loaded_until_the_last_copy_is_queued():
     assert timeline._staging(loading[:1], pieces) == [(7.75, 8.6)]
 
 
-def test_copies_are_read_off_the_profiler():
-    def event(name, start, end, device="CPU"):
-        span = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(name=name, time_range=span, device_type=getattr(torch.autograd.DeviceType, device))
+def test_the_loop_that_is_traced_waits_where_the_measured_one_does(loader, target):
+    read = []
 
+    class Loss:
+        def item(self):
+            read.append(self)
+
+    for sync_every_step in (False, True):
+        timeline._trace(rows.ROWS["dataloader"], loader, target, 2, lambda *_: Loss(), sync_every_step)
+        assert len(read) == sync_every_step * timeline.BATCHES
+
+
+def test_the_devices_work_is_read_off_the_profiler():
+    def event(name, start, end, device="CUDA", number=0):
+        kind = getattr(torch.autograd.DeviceType, device)
+        methods = {"name": name, "start_ns": start, "end_ns": end, "device_type": kind, "correlation_id": number}
+        return SimpleNamespace(**{key: lambda value=value: value for key, value in methods.items()})
+
+    begin = 1_700_000_000_000_000_000
     events = [
-        event("origin", 100.0, 101.0),
-        event("origin", 99.0, 101.0, "CUDA"),
-        event("cudaMemcpyAsync", 1100.0, 1110.0),
-        event("Memcpy HtoD (Pinned -> Device)", 1120.0, 1220.0, "CUDA"),
-        event("Memcpy DtoH (Device -> Pageable)", 1300.0, 1310.0, "CUDA"),
+        event("gemm", begin + 3_000_000, begin + 4_000_000, number=3),
+        event("cudaMemcpyAsync", begin + 1_000_000, begin + 1_010_000, "CPU", number=1),
+        event("cudaMemcpyAsync", begin + 1_200_000, begin + 1_210_000, "CPU", number=2),  # of the step
+        event("cudaLaunchKernel", begin + 1_300_000, begin + 1_310_000, "CPU", number=3),
+        event("Memcpy HtoD (Pinned -> Device)", begin + 1_020_000, begin + 1_120_000, number=1),
+        event("Memcpy DtoD (Device -> Device)", begin + 1_400_000, begin + 1_410_000, number=2),
     ]
-    calls, copies = timeline._copies(SimpleNamespace(events=lambda: events), 5.0)
+
+    def read(events):
+        results = SimpleNamespace(events=lambda: events)
+        return timeline._device_activity(SimpleNamespace(profiler=SimpleNamespace(kineto_results=results)), 5.0, begin)
+
+    calls, copies, kernels = read(events)
     assert calls == [pytest.approx((5.001, 5.00101))]
     assert copies == [pytest.approx((5.00102, 5.00112))]
+    assert kernels == [pytest.approx((5.0014, 5.00141)), pytest.approx((5.003, 5.004))]
     with pytest.raises(RuntimeError, match="shows no copy"):
-        timeline._copies(SimpleNamespace(events=lambda: events[:3]), 5.0)
+        read(events[:4])
+
+
+def test_kernels_close_to_each_other_are_one_span():
+    spans = [(0.0, 1.0), (1.05, 2.0), (1.5, 1.6), (2.5, 3.0), (2.6, 4.0)]
+    assert timeline._joined(spans, 0.1) == [(0.0, 2.0), (2.5, 4.0)]
+    assert timeline._joined([], 0.1) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("GPUPREFETCH_REQUIRE_GPU") != "1", reason="no CUDA device"
+)
+@pytest.mark.parametrize("sync_every_step", [False, True])
+def test_lanes_of_a_device_are_in_the_order_of_the_work(sync_every_step):
+    """The plain loader loads a batch, copies it and computes: each by a clock of its own."""
+    target = Target(torch.device("cuda", 0))
+    loader = make_loader(make_workload("memory", 16, 0), 16, timeline.BATCHES + 4)
+    weight = torch.ones(4096, 4096, device=target.device)
+
+    def step(images, labels):
+        return (weight @ weight).sum() + images.sum()
+
+    lanes = timeline._trace(rows.ROWS["dataloader"], loader, target, 2, step, sync_every_step)
+    tolerance = 200e-6  # of three clocks
+    assert len(lanes["compute"]) == timeline.BATCHES
+    of_batch = [max(copy for copy in lanes["copy"] if copy[0] < begun + tolerance) for begun, _ in lanes["compute"]]
+    for number in range(timeline.SKIPPED, timeline.BATCHES):
+        _, loaded = lanes["load"][number]
+        copied_from, copied = of_batch[number]
+        begun, done = lanes["compute"][number]
+        assert loaded - tolerance < copied_from < copied < begun + tolerance
+        assert any(begun - tolerance < start < end < done + tolerance for start, end in lanes["kernels"])
+        assert lanes["stage"][number][1] > loaded
+        if sync_every_step:
+            assert done < lanes["load"][number + 1][0] + tolerance
 
 
 def test_the_picture_is_drawn(loader, target, plan, tmp_path):
     chosen = [rows.ROWS[name] for name in ("dataloader", "gpuprefetch")]
     result = result_of(run(plan, chosen, loader, target, 2, False), target)
-    result["timelines"] = timeline.timelines(chosen, loader, target, 2, Wait(0.002))
+    result["timelines"] = timeline.timelines(chosen, loader, target, 2, Wait(0.002), False)
     draw(json.loads(json.dumps(result)), tmp_path / "x.png")
     assert Path(tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -157,7 +157,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     measured["timelines"] = []
     if options.plot and options.step != "none":  # a lane of steps that do nothing shows nothing
         try:
-            measured["timelines"] = timelines(rows, loader, target, options.prefetch_batches, plan.step)
+            measured["timelines"] = timelines(
+                rows, loader, target, options.prefetch_batches, plan.step, options.sync_every_step
+            )
         except RuntimeError as error:  # of the profiler: no reason to lose the figures
             plan.notes.append(f"no timeline: {error}")
 

@@ -1,35 +1,38 @@
-"""A few steps of a row, as spans of time on the lanes load, stage, copy and compute."""
+"""A few steps of a row, as spans of time on the lanes load, stage, copy, compute and, within that, kernels."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from rows import Loader, Row
+from steps import Step
 from target import Target
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-LANES = ("load", "stage", "copy", "compute")
 ROWS = ("dataloader", "thread", "gpuprefetch")  # those that load in this process, one batch after the other
 BATCHES = 48
 SKIPPED = 16  # batches, until the queues have filled and the profiler has its memory
 SHOWN_STEPS = 4  # of the slowest row
+FINEST = 1 / 1000  # of the time shown: shorter gaps between kernels are none
 
 Span = tuple[float, float]  # begin and end, in ms since the first batch shown was begun to be computed
 Seconds = tuple[float, float]  # the same in seconds of time.perf_counter
 
 
 def timelines(
-    rows: list[Row], loader: Loader, target: Target, prefetch_batches: int, step: Callable[..., torch.Tensor]
+    rows: list[Row], loader: Loader, target: Target, prefetch_batches: int, step: Step, sync_every_step: bool
 ) -> list[dict[str, Any]]:
     """For each row that can be shown its spans, all over the same length of time."""
-    traced = [(row, _trace(row, loader, target, prefetch_batches, step)) for row in rows if row.name in ROWS]
+    traced = [
+        (row, _trace(row, loader, target, prefetch_batches, step, sync_every_step)) for row in rows if row.name in ROWS
+    ]
     computing = [lanes["compute"] for _, lanes in traced]
     slowest = max((_step_seconds(spans) for spans in computing), default=0.0)
     traced_seconds = min((spans[-1][0] - spans[SKIPPED][0] for spans in computing), default=0.0)
@@ -37,6 +40,8 @@ def timelines(
     result = []
     for row, lanes in traced:
         begin = lanes["compute"][SKIPPED][0]
+        if "kernels" in lanes:
+            lanes["kernels"] = _joined(lanes["kernels"], FINEST * shown)
         spans = {
             name: [
                 [number, max(start - begin, 0.0) * 1e3, min(end - begin, shown) * 1e3]
@@ -54,27 +59,30 @@ def _step_seconds(computing: list[Seconds]) -> float:
 
 
 def _trace(
-    row: Row, loader: Loader, target: Target, prefetch_batches: int, step: Callable[..., torch.Tensor]
+    row: Row, loader: Loader, target: Target, prefetch_batches: int, step: Step, sync_every_step: bool
 ) -> dict[str, list[Seconds]]:
-    """Load, stage and compute hold one span a batch; copy one for each piece that is on the bus at a time."""
+    """Load, stage and compute hold one span a batch; copy one for each piece that is on the bus at a time; kernels one
+    for each that the device runs."""
     loading: list[Seconds] = []
     marks: list[tuple[Any, Any]] = []
-    traces_copies = target.device.type == "cuda" and torch.version.hip is None
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    traces_device = target.device.type == "cuda" and torch.version.hip is None
     with (
         row.make(loader, target, prefetch_batches) as source,
         _timed_loading(loading),
-        profile(activities=activities) if traces_copies else nullcontext() as profiler,
+        # Of the device alone: to follow torch's operators too would take as long as a small step.
+        profile(activities=[ProfilerActivity.CUDA]) if traces_device else nullcontext() as profiler,
     ):
         target.restore_intra_op_threads()
         target.synchronize()
-        with record_function("origin"):  # both clocks at one moment, and the device's: it is idle
-            origin, origin_mark = time.perf_counter(), target.mark()
+        # All clocks at one moment: the profiler's, the host's and the device's, which is idle.
+        profilers_origin, origin, origin_mark = time.time_ns(), time.perf_counter(), target.mark()
         batches: Any = iter(source)
         for batch in itertools.islice(batches, BATCHES):
             before = target.mark()
-            step(*batch)
+            loss = step(*batch)
             marks.append((before, target.mark()))
+            if sync_every_step:
+                loss.item()
             del batch
         target.synchronize()
         if hasattr(batches, "close"):
@@ -86,8 +94,9 @@ def _trace(
     computing = [(on_host(before), on_host(after)) for before, after in marks]
     if profiler is None:
         return {"load": loading, "compute": computing}
-    calls, copies = _copies(profiler, origin)
-    return {"load": loading, "stage": _staging(loading, calls), "copy": copies, "compute": computing}
+    calls, copies, kernels = _device_activity(profiler, origin, profilers_origin)
+    staging = _staging(loading, calls)
+    return {"load": loading, "stage": staging, "copy": copies, "compute": computing, "kernels": kernels}
 
 
 @contextmanager
@@ -109,24 +118,41 @@ def _timed_loading(spans: list[Seconds]) -> Iterator[None]:
         _BaseDataLoaderIter.__next__ = original  # type: ignore[method-assign]
 
 
-def _copies(profiler: Any, origin: float) -> tuple[list[Seconds], list[Seconds]]:
-    """The host's calls that queue a copy, and the copies to the device; both in order."""
-    events = profiler.events()
-    (mark,) = (
-        event for event in events if event.name == "origin" and event.device_type == torch.autograd.DeviceType.CPU
-    )
+def _device_activity(
+    profiler: Any, origin: float, profilers_origin: int
+) -> tuple[list[Seconds], list[Seconds], list[Seconds]]:
+    """The host's calls that queue copies to the device, those copies, and all else that the device does; in order."""
+    events = profiler.profiler.kineto_results.events()  # profiler.events() takes 50 times as long to make its own
 
     def seconds(event: Any) -> Seconds:
-        start, end = (
-            origin + (t - mark.time_range.start) * 1e-6 for t in (event.time_range.start, event.time_range.end)
-        )
+        start, end = (origin + (ns - profilers_origin) * 1e-9 for ns in (event.start_ns(), event.end_ns()))
         return start, end
 
-    calls = [seconds(event) for event in events if event.name.startswith("cudaMemcpy")]
-    copies = [seconds(event) for event in events if event.name.startswith("Memcpy HtoD")]
+    copies, kernels, calls = [], [], []
+    for event in events:
+        if event.device_type() != torch.autograd.DeviceType.CUDA:
+            if event.name().startswith("cudaMemcpy"):
+                calls.append(event)
+        elif event.name().startswith("Memcpy HtoD"):
+            copies.append(event)
+        else:
+            kernels.append(event)
     if not copies:
         raise RuntimeError("torch's profiler shows no copy to the device")
-    return sorted(calls), sorted(copies)
+    queued = {event.correlation_id() for event in copies}  # a step may make copies of other kinds
+    calls = [event for event in calls if event.correlation_id() in queued]
+    return sorted(map(seconds, calls)), sorted(map(seconds, copies)), sorted(map(seconds, kernels))
+
+
+def _joined(spans: list[Seconds], gap: float) -> list[Seconds]:
+    """Spans, in order, with those as one that lie less than `gap` apart, or over each other."""
+    joined: list[Seconds] = []
+    for start, end in spans:
+        if joined and start - joined[-1][1] < gap:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def _staging(loading: list[Seconds], calls: list[Seconds]) -> list[Seconds]:
