@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from decoders import DECODERS
+from output import start
 
 # With 64 files a batch, loading would take 20 steps of computing: nothing to overlap, and a cell of ten minutes.
 BATCH_SIZES = {"memory": 64, "jpeg": 8, "python": 16}
@@ -73,7 +74,7 @@ def main() -> int:
     options = parser.parse_args()
     if not options.folder.is_dir():
         parser.error(f"there is no folder {str(options.folder)!r}")
-    wanted = options.only.split(",") if options.only else list(cells())
+    wanted = options.only.split(",") if options.only is not None else list(cells())
     if unknown := [name for name in wanted if not cells_called(name)]:
         parser.error(f"--only: no cell is called {', '.join(unknown)}; there are {', '.join(cells())}")
 
@@ -91,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import throughput
+from output import start
 from rows import ROWS, Loader, Opened, Row, gathered, row
 from target import Target
 from workloads import MakeImage, make_loader
@@ -163,4 +164,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(lambda: main(sys.argv[1:]))

@@ -30,7 +30,7 @@ from copy_report import table
 from copy_sources import LEAVES, SAMPLES, SOURCES, WORD_BYTES, Source, WrongCopy, check, make_source
 from copy_timing import LEAST_SECONDS, bring_to_speed, copies_a_repeat, time_calls, time_in_turn
 from experiment import figure
-from output import check_files, write_files
+from output import check_files, finish, start
 from target import Target, Unusable, describe, find_target
 from tqdm import tqdm
 
@@ -197,10 +197,8 @@ def main(options: argparse.Namespace) -> int:
     except torch.OutOfMemoryError as error:
         print(f"copy_speed.py: --sizes has one that does not fit the device: {error}", file=sys.stderr)
         return 1
-    print(table(result))
-    write_files(result, options, draw)
-    return 0
+    return 0 if finish(table(result), result, options, draw) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_arguments()))
+    start(lambda: main(parse_arguments()))

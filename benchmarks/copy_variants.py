@@ -32,7 +32,7 @@ from copy_sources import LEAVES, Source, WrongCopy, batch_label, make_source
 from copy_speed import open_checked, parse_size, release
 from copy_timing import bring_to_speed, copies_a_repeat, time_repeat
 from experiment import figure
-from output import check_files, write_files
+from output import check_files, finish, start
 from report import columns
 from target import Target, Unusable, describe, find_target, headline
 
@@ -299,10 +299,8 @@ def main(options: argparse.Namespace) -> int:
         },
         "rows": rows,
     }
-    print(table(result))
-    write_files(result, options)
-    return 0
+    return 0 if finish(table(result), result, options) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_arguments()))
+    start(lambda: main(parse_arguments()))

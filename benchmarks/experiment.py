@@ -18,7 +18,7 @@ from epoch import Batch, Epoch, time_epoch
 from footprint import Footprint
 from parts import BatchTimes, Parts, ResidentBatches, Transport, TransportTimer
 from rows import Loader, Row
-from target import Target
+from target import Target, Unusable
 from tqdm import tqdm
 
 COMPUTE, RESTED = "compute", "rested"
@@ -81,6 +81,8 @@ def run(
                 epochs[row.name] = []
             progress.update()
         rows = [row for row in rows if row.name in epochs]
+        if not rows:
+            raise Unusable("no row could run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
         taken = alone | epochs
         cells = list(taken)
         chance = random.Random(seed)

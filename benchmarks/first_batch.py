@@ -25,7 +25,7 @@ import peers  # noqa: F401
 from decoders import DECODERS
 from epoch import Batch, Checksum, time_epoch
 from experiment import figure
-from output import check_files, write_files
+from output import check_files, finish, start
 from report import columns, interval
 from rows import MOST_THREADS, ROWS, Loader, Row, rows_called, split_name
 from steps import Nothing
@@ -178,10 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Unusable as error:
         print(f"first_batch.py: {error}", file=sys.stderr)
         return 1
-    print(report(result))
-    write_files(result, options)
-    return 0
+    return 0 if finish(report(result), result, options) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from experiment import figure
-from output import check_files, write_files
+from output import check_files, finish, start
 from report import columns
 from target import Unusable, describe, find_target, headline
 from torch.utils.data import DataLoader, TensorDataset
@@ -117,10 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {"repeats": options.repeats, "few": FEW, "many": MANY, "step_ms": STEP_SECONDS * 1e3}
     settings["copies"] = "to the device" if torch.cuda.is_available() else "on the host, by the tests' planted device"
     result = {"benchmark": "gil_takes", "format": 1, "environment": environment, "settings": settings, "rows": rows}
-    print("\n".join(["", *headline(environment), "", *columns(table(result))]))
-    write_files(result, options)
-    return 0
+    text = "\n".join(["", *headline(environment), "", *columns(table(result))])
+    return 0 if finish(text, result, options) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

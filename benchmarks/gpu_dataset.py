@@ -26,7 +26,7 @@ from epoch import Batch, Checksum, Epoch, time_epoch
 from experiment import figure
 from gpu_dataset_parts import Parts, Resident, Upscaled, measure_parts
 from in_process import Epochs, on_device
-from output import check_files, write_files
+from output import check_files, finish, start
 from steps import Step, Wait, make_step
 from target import Target, Unusable, describe, find_target, headline
 from torch.utils.data import DataLoader, TensorDataset
@@ -205,13 +205,12 @@ def main(arguments: list[str] | None = None) -> int:
     except Unusable as error:
         print(f"gpu_dataset.py: {error}", file=sys.stderr)
         return 1
-    print("\n".join(report(result)))
-    write_files(result, options)
+    written = finish("\n".join(report(result)), result, options)
     wrong = [row["name"] for row in result["rows"] if row["wrong_repeats"]]
     if wrong:
         print(f"gpu_dataset.py: other batches than the plain loader's: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if wrong or not written else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

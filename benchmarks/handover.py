@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from output import check_files, write_files
+from output import check_files, finish, start
 from target import Target, describe, find_target, headline
 
 WARM_UP_CALLS = 20
@@ -98,12 +98,10 @@ def main() -> int:
             "raw": raw,
         },
     }
-    print("\n".join(headline(result["environment"])))
-    print(f"next() with a batch ready, {options.calls} calls:", end=" ")
-    print(f"median {statistics.median(raw):.1f} us, p99 {percentiles[98]:.1f} us, highest {max(raw):.1f} us")
-    write_files(result, options)
-    return 0
+    said = f"next() with a batch ready, {options.calls} calls: median {statistics.median(raw):.1f} us, "
+    said += f"p99 {percentiles[98]:.1f} us, highest {max(raw):.1f} us"
+    return 0 if finish("\n".join([*headline(result["environment"]), said]), result, options) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

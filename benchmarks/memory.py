@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from epoch import Batch
-from output import check_files, write_files
+from output import check_files, finish, start
 from parts import ResidentBatches
 from rows import Loader
 from steps import Kernels
@@ -174,8 +174,7 @@ def main() -> int:
         "peak": peak,
         "growth": growth,
     }
-    print("\n".join(report(result)))
-    write_files(result, options)
+    written = finish("\n".join(report(result)), result, options)
 
     # A tenth of a batch for labels, rounding of the allocator and the step's own scalars.
     too_high = any(value > settings["allowed_batches"] + 0.1 for value in peak["batches_above_own"].values())
@@ -184,8 +183,8 @@ def main() -> int:
         print("memory.py: more device memory than prefetch_batches + 2 batches", file=sys.stderr)
     if grown:
         print(f"memory.py: grown after the first {SETTLED_EPOCH} epochs: {', '.join(grown)}", file=sys.stderr)
-    return 1 if too_high or grown else 0
+    return 1 if too_high or grown or not written else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -1,30 +1,89 @@
-"""The files that a benchmark's `--json` and `--plot` name."""
+"""How a benchmark begins and ends: the files that `--json` and `--plot` name, what it prints, and Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
+import importlib
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+INTERRUPTED = 130  # exit status, as a shell gives it for SIGINT
+
+
+def start(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the status that `main` returns, or after one line for Ctrl-C."""
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    sys.exit(status)
 
 
 def check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends with one sentence where a file can't be written, before anything is measured."""
     plot: Path | None = getattr(options, "plot", None)
     for name, file in (("json", options.json), ("plot", plot)):
-        if file is not None and not file.parent.is_dir():
+        if file is None:
+            continue
+        if not file.parent.is_dir():
             parser.error(f"--{name} {str(file)!r}: there is no folder {str(file.parent)!r}")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: python -m pip install ".[bench]"')
+        was_there = file.exists()
+        try:
+            file.open("ab").close()
+        except OSError as error:
+            parser.error(f"--{name} {str(file)!r} can't be written: {error.strerror}")
+        if not was_there:
+            file.unlink()
+    if plot is None:
+        return
+    if plot == options.json:
+        parser.error(f"--json and --plot are both {str(plot)!r}")
+    if plot.suffix.lower() not in ("", ".png"):
+        parser.error(f"--plot {str(plot)!r}: the picture is a PNG")
+    try:
+        importlib.import_module("matplotlib.pyplot")
+    except Exception as error:  # one that is broken fails in any way
+        parser.error(f'--plot needs matplotlib (python -m pip install ".[bench]"): {error}')
 
 
-def write_files(
-    result: dict[str, Any], options: argparse.Namespace, draw: Callable[[dict[str, Any], Path], None] | None = None
-) -> None:
-    """Writes those that were asked for."""
+def finish(
+    text: str,
+    result: dict[str, Any],
+    options: argparse.Namespace,
+    draw: Callable[[dict[str, Any], Path], None] | None = None,
+) -> bool:
+    """Writes the files that were asked for, and prints `text`. Each as far as it can: what took minutes to measure is
+    not lost with one of them. True if all files were written."""
+    written = True
+
+    @contextlib.contextmanager
+    def told(name: str, file: Path) -> Iterator[None]:
+        nonlocal written
+        try:
+            yield
+        except OSError as error:
+            written = False
+            print(f"--{name} {str(file)!r} can't be written: {error.strerror}", file=sys.stderr)
+
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        with told("json", options.json):
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if draw is not None and options.plot is not None:
-        draw(result, options.plot)
+        with told("plot", options.plot):
+            draw(result, options.plot)
+    _print(text)
+    return written
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError:  # nobody reads on
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # else the interpreter complains at its end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 import textwrap
 from typing import Any
 
@@ -43,7 +43,13 @@ def command(environment: dict[str, Any]) -> str:
     """What was typed, without the files it wrote, and before it what gave it fewer processors than there are."""
     usable = environment["cpus_usable"]
     affinity = f"taskset -c 0-{usable - 1} " * (usable < environment["cpu_count"])
-    return affinity + re.sub(r" --(json|plot) \S+", "", environment["command"])
+    words, kept = iter(shlex.split(environment["command"])), []
+    for word in words:
+        if word in ("--json", "--plot"):
+            next(words)
+        elif not word.startswith(("--json=", "--plot=")):
+            kept.append(word)
+    return affinity + shlex.join(kept)
 
 
 def told(result: dict[str, Any], *more: str, packages: str = "") -> str:

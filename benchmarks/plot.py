@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -111,31 +112,14 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
             _spans(axes, spans, position, LANES[name][1], shown, edge, alpha=0.35 if pale else 1)
             if pale:
                 _spans(axes, kernels, position, LANES[name][1], shown)
-            for index, (number, start, end) in enumerate(spans):
-                if name == "copy":  # one for each piece
-                    continue
-                if end - start > NUMBERED * shown:
-                    axes.text(
-                        (start + end) / 2,
-                        position,
-                        number,
-                        ha="center",
-                        va="center",
-                        fontsize=7,
-                        color="white",
-                        clip_on=True,
-                    )
-                elif index + 1 == len(spans) or spans[index + 1][1] - end > NUMBERED * shown:
-                    axes.text(
-                        end + shown / 300,
-                        position,
-                        number,
-                        ha="left",
-                        va="center",
-                        fontsize=7,
-                        color="#444444",
-                        clip_on=True,
-                    )
+            if name == "copy":  # one for each piece
+                continue
+            for (number, start, end), (_, next_start, _) in itertools.pairwise([*spans, (0, 2 * shown, 0.0)]):
+                in_it, beside_it = ((start + end) / 2, "center", "white"), (end + shown / 300, "left", "#444444")
+                is_wide = end - start > NUMBERED * shown
+                if is_wide or next_start - end > NUMBERED * shown:
+                    at, side, colour = in_it if is_wide else beside_it
+                    axes.text(at, position, number, ha=side, va="center", fontsize=7, color=colour, clip_on=True)
         axes.set_yticks(range(len(lanes)), [LANES[name][0] for name in lanes], fontsize=8)
         axes.invert_yaxis()
         axes.set_xlim(0, shown)

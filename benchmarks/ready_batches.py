@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from experiment import figure
-from output import check_files, write_files
+from output import check_files, finish, start
 from report import columns, interval
 from target import Target, describe, find_target, headline
 
@@ -338,10 +338,8 @@ def main(options: argparse.Namespace) -> int:
         "settings": {"repeats": options.repeats, "seed": options.seed, "rows": names},
         "cases": cases,
     }
-    print(table(result))
-    write_files(result, options)
-    return 0
+    return 0 if finish(table(result), result, options) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_arguments()))
+    start(lambda: main(parse_arguments()))

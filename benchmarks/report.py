@@ -8,6 +8,8 @@ from decoders import TORCHVISION
 from rows import split_name
 from target import headline
 
+WORK = ("workload", "decoder", "step", "step_description", "batch_size", "sync_every_step")  # settings
+
 PART_MEANINGS = {
     "load": "the host makes a batch: samples and collate",
     "fetch": "the part of load before samples are stacked",
@@ -127,11 +129,18 @@ def is_apart(row: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(one["high"] < two["low"] or two["high"] < one["low"])
 
 
+def _told_apart(row: dict[str, Any], other: dict[str, Any]) -> str:
+    return "apart" if is_apart(row, other) else "within the spread"
+
+
 def why_below_bound(settings: dict[str, Any]) -> str:
     """What can make a row take less time than its bound, which the parts would not allow."""
     if settings.get("decoder") == TORCHVISION.name:
         return "torch splits the operations of a sample over all its threads in the part load, over fewer in a row"
-    return "the machine was busy while parts were timed, so the row is not to be trusted"
+    return (
+        "its parts took longer alone (on a busy machine, or where a batch takes a fraction of a millisecond), so the "
+        "row is not to be trusted"
+    )
 
 
 def mebibytes(size: int | None) -> str:
@@ -170,7 +179,9 @@ def table(result: dict[str, Any]) -> str:
     if waits:
         lines += _over_compute(result["rows"])
     lines += _over_processes(result["over_processes"])
-    lines += [*(f"note: {note}" for note in notes), *_verdict(result["rows"])]
+    lines += [f"note: {note}" for note in notes]
+    if settings["on_accelerator"]:  # else a note says that the figures show nothing of the kind
+        lines += _verdict(result["rows"])
     width = max([len(row["name"]) for row in result["rows"]] + [len(row["name"]) for row in result["left_out"]] + [0])
     lines += [f"{row['name'].ljust(width)}  {row['description']}" for row in result["rows"]]
     lines += [f"{row['name'].ljust(width)}  left out: {row['reason']}" for row in result["left_out"]]
@@ -181,6 +192,10 @@ def table(result: dict[str, Any]) -> str:
         "bound ms: of the host's parts the least that each batch took in any repeat: other work only adds to them.",
         *_formulas(result["rows"]),
     ]
+    if not settings["on_accelerator"]:
+        lines.append("on the CPU nothing is staged or copied, and fetch is load.")
+    if settings["repeats"] < 3:
+        lines.append("with fewer than 3 repeats lowest and highest say little of the spread.")
     if result["multiples_of_one"]:
         lines.append("threads or processes: samples/s with so many, over those of the row named, which loads with one.")
     if result["over_processes"]:
@@ -209,9 +224,11 @@ def table(result: dict[str, Any]) -> str:
 def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
     """Two results side by side, row by row, after whatever differs in their settings and environments."""
     lines = [f"{name}: {setting_line(result['settings'])}" for name, result in (("first", first), ("second", second))]
+    if any(first["settings"].get(name) != second["settings"].get(name) for name in WORK):
+        lines.append("note: they did different work, so that a ratio tells of the work as well")
     for title in ("settings", "environment"):
-        for name, value in first[title].items():
-            other = second[title].get(name)
+        for name in first[title] | second[title]:
+            value, other = first[title].get(name), second[title].get(name)
             if value != other:
                 lines.append(f"{name}: {value}  ->  {other}")
     cells = [["row", "first: ms", "[min .. max]", "second: ms", "[min .. max]", "ratio", ""]]
@@ -225,7 +242,7 @@ def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
                 row["name"],
                 *(f"{one['median']:.2f}", interval(one, 2), f"{two['median']:.2f}", interval(two, 2)),
                 f"{two['median'] / one['median']:.3f}",
-                "apart" if is_apart(row, other) else "within the spread",
+                "one repeat" if len(one["raw"]) == len(two["raw"]) == 1 else _told_apart(row, other),
             ]
         )
     left_out = [row["name"] for row in [*first["rows"], *second["rows"]] if row["name"] not in {c[0] for c in cells}]

@@ -161,7 +161,8 @@ def family(
 def split_name(name: str) -> tuple[str, int]:
     """A row's family and its number of threads or processes: of "workers4" ("workers", 4). No number stands for 1."""
     letters = name.rstrip("0123456789")
-    return letters, int(name[len(letters) :] or 1)
+    digits = name[len(letters) :] or "1"
+    return letters, int(digits) if len(digits) < 10 else MOST_THREADS + 1
 
 
 def rows_called(name: str, counts: Sequence[int]) -> list[Row]:

@@ -15,7 +15,6 @@ import itertools
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 from decoders import IMAGE_SIZE
-from output import check_files, write_files
+from output import check_files, finish, start
 from storages import KINDS, Pixels, Storage
 from target import describe, find_target, headline
 from workloads import make_loader, random_crop, vary_photo
@@ -201,10 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     warnings.filterwarnings("ignore", message="with several num_threads the dataset is used by several threads")
     result = run(options)
-    print("\n".join(report(result)))
-    write_files(result, options)
-    return 0
+    return 0 if finish("\n".join(report(result)), result, options) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from copy_speed import parse_sizes
 from experiment import figure
-from output import check_files, write_files
+from output import check_files, finish, start
 from target import Target, describe, headline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,10 +111,9 @@ def main(arguments: list[str] | None = None) -> int:
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "rows": rows,
     }
-    print("\n".join([*headline(result["environment"]), "", *table(result)]))
-    write_files(result, options)
-    return 0
+    text = "\n".join([*headline(result["environment"]), "", *table(result)])
+    return 0 if finish(text, result, options) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

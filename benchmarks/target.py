@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -165,7 +166,18 @@ def describe(target: Target) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "cuda_launch_blocking": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
         "command": command_line(),
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
     }
+
+
+def _commit() -> str | None:
+    """Of the sources beside this file, with -dirty where they were changed; None where git does not know."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def command_line() -> str:

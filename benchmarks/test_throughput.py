@@ -1,5 +1,7 @@
 """What the benchmark reports is what happened: shown on the CPU, with a clock of its own where time is judged."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,15 +21,16 @@ import throughput
 import timeline
 import torch
 from calibration import Plan
+from decoders import DECODERS
 from epoch import time_epoch
 from experiment import _least_host_parts, _parts, run
 from in_process import Epochs, in_background
 from parts import BatchTimes, Parts, ResidentBatches, Transport, TransportTimer
 from plot import draw
 from steps import Nothing, Wait
-from target import Target
+from target import Target, Unusable
 from torch.utils.data import default_collate
-from workloads import changed, make_loader, make_workload
+from workloads import changed, find_images, make_loader, make_workload
 
 BATCH, STEPS = 4, 50
 
@@ -327,6 +330,12 @@ def test_a_peer_that_fails_is_left_out_and_ours_is_not(loader, target, plan):
         (["--threads", "257"], "must be numbers from 1 to 256"),
         (["--threads", "2", "--loaders", "thread,workers4"], "--loaders names none: thread, workers4"),
         (["--decoder", "gd"], "invalid choice: 'gd'"),
+        (["--repeats", "x"], "must be a number from 1 to 10000, got 'x'"),
+        (["--prefetch-batches", "0"], "must be a number from 1 to 1000, got '0'"),
+        (["--batch-size", "9" * 5000], "must be a number from 1 to 100000"),
+        (["--seed", "-1"], "must be a number from 0 to"),
+        (["--loaders", ""], "--loaders: no row is named; there are dataloader"),
+        (["--loaders", "workers" + "9" * 5000], "--loaders: no row is called workers9"),
         (["--decoder", "opencv", "--workload", "memory"], "--decoder is for --workload jpeg, not memory"),
     ],
 )
@@ -338,7 +347,13 @@ def test_what_can_t_be_is_said_before_anything_is_measured(arguments, said, caps
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "No such file"), ("{", "is no JSON"), ('{"benchmark": "handover"}', "is no result of this")],
+    [
+        (None, "No such file"),
+        ("{", "is no JSON"),
+        ('{"benchmark": "handover"}', "is no result of this"),
+        ("[]", "is no result of this"),
+        (f'{{"benchmark": "throughput", "format": {throughput.FORMAT}}}', "is no result of this"),
+    ],
 )
 def test_what_can_t_be_compared(text, said, tmp_path, capsys):
     file = tmp_path / "x.json"
@@ -501,7 +516,7 @@ def test_a_row_below_its_bound_says_why(loader, target, plan):
     measured["rows"][0]["below_bound"] = True
     result = result_of(measured, target, step="kernels", on_accelerator=True)
     assert "not to be trusted: dataloader took" in throughput.complaint(result)
-    assert "its bound: the machine was busy" in report.table(result)
+    assert "its bound: its parts took longer alone" in report.table(result)
     result["settings"]["decoder"] = "torchvision"
     assert throughput.complaint(result) is None
     assert "its bound: torch splits the operations" in report.table(result)
@@ -531,6 +546,44 @@ def test_two_results_side_by_side(tmp_path, capsys):
     assert [line.split()[-2:] for line in said.splitlines() if line.startswith("gpuprefetch")] == [["1.909", "apart"]]
     assert [line.split()[-1] for line in said.splitlines() if line.startswith("thread")] == ["spread"]
     assert "only in one of them: a.json, b.json" in said
+
+
+def test_results_that_can_hardly_be_compared(tmp_path):
+    def result(repeats, **settings):
+        names = ("workload", "step", "batch_size", "steps", "repeats", "sync_every_step")
+        made = [fake_row("thread", *[1] * repeats)]
+        return {"settings": {**dict.fromkeys(names, 50), **settings}, "environment": {}, "rows": made}
+
+    said = report.comparison(result(1), result(1, batch_size=64, commit="abc"))
+    assert "note: they did different work" in said
+    assert "commit: None  ->  abc" in said
+    assert [line.split()[-2:] for line in said.splitlines() if line.startswith("thread")] == [["one", "repeat"]]
+    assert "note" not in report.comparison(result(3), result(3))
+
+
+def test_where_no_row_can_be_opened_nothing_is_reported(loader, target, plan):
+    @contextlib.contextmanager
+    def fails(*_):
+        raise OSError("no space left in /dev/shm")
+        yield
+
+    peer = dataclasses.replace(rows.ROWS["thread"], name="peer", make=fails)
+    with pytest.raises(Unusable, match="no row could run: peer: OSError: no space left in /dev/shm"):
+        run(plan, [peer], loader, target, 2, False)
+
+
+def test_a_folder_or_a_dangling_link_is_no_image(tmp_path):
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "image.jpg").write_bytes(b"broken")
+    try:
+        (tmp_path / "link.jpg").symlink_to(tmp_path / "gone.jpg")
+    except OSError:
+        pass  # Windows asks for a right that few have
+    assert [path.name for path in find_images(tmp_path, DECODERS["pil"])] == ["image.jpg"]
+    image = make_workload("jpeg", 1, 0, tmp_path)
+    (tmp_path / "image.jpg").unlink()
+    with pytest.raises(Unusable, match="failed on .*image.jpg"):
+        image(0)
 
 
 def test_what_a_row_adds_to_the_step(loader, target, plan):

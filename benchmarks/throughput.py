@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import peers  # noqa: F401
 from calibration import MIN_STEPS, make_plan
 from decoders import DECODERS, TORCHVISION
 from experiment import run
-from output import check_files, write_files
+from output import check_files, finish, start
 from plot import draw
 from report import comparison, table
 from rows import MOST_THREADS, ROWS, Family, Row, rows_called
@@ -36,11 +37,13 @@ COUNTS = (4, 8)  # threads or processes, without --threads
 THREADS_ROWS = ("dataloader", "gpuprefetch", "gpuprefetchN", "workersN")  # with --threads and no --loaders
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _number(low: int, high: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not (text.removeprefix("-").isdecimal() and len(text) < 20 and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"must be a number from {low} to {high}, got {text[:20]!r}")
+        return int(text)
+
+    return number
 
 
 def _counts(text: str) -> list[int]:
@@ -59,9 +62,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--decoder", choices=DECODERS, default="pil", help="what decodes and augments in the workload jpeg (pil)")
     add("--step", choices=STEPS, default="kernels", help="what the device does with a batch; none: only load (kernels)")
     add("--device", help="the current accelerator, or cpu where there is none")
-    add("--batch-size", type=_positive, help="samples; by default the largest up to 64 that keeps the run short")
-    add("--steps", type=_positive, help=f"an epoch; at least {MIN_STEPS}; by default as many as keep the run short")
-    add("--repeats", type=_positive, help="epochs of every row; by default 3 to 7")
+    add(
+        "--batch-size", type=_number(1, 10**5), help="samples; by default the largest up to 64 that keeps the run short"
+    )
+    add(
+        "--steps",
+        type=_number(1, 10**6),
+        help=f"an epoch; at least {MIN_STEPS}; by default as many as keep the run short",
+    )
+    add("--repeats", type=_number(1, 10**4), help="epochs of every row; by default 3 to 7")
     add("--sync-every-step", action="store_true", help="read the loss after every step, as loops that print it do")
     add(
         "--loaders",
@@ -75,11 +84,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"numbers for the rows called ..N of --loaders, {','.join(map(str, COUNTS))} by default; "
         f"without --loaders, run {','.join(THREADS_ROWS)}",
     )
+    counts = ", ".join(f"{count} for {workload}" for workload, count in DISTINCT_SAMPLES.items())
+    add("--samples", type=_number(1, 10**7), help=f"different samples behind an epoch ({counts}; all files of --data)")
     add(
-        "--samples", type=_positive, help=f"different samples behind an epoch ({DISTINCT_SAMPLES}; all files of --data)"
+        "--prefetch-batches",
+        type=_number(1, 1000),
+        default=2,
+        help="of gpuprefetch, and of thread, background and spdl (2)",
     )
-    add("--prefetch-batches", type=_positive, default=2, help="of gpuprefetch, and of thread, background and spdl (2)")
-    add("--seed", type=int, default=0)
+    add(
+        "--seed", type=_number(0, 2**32 - 1), default=0, help="of the data, and of the order of rows in each repeat (0)"
+    )
     add("--json", type=Path, metavar="FILE", help="write every figure, with raw repeats")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG), with a timeline of a few steps")
     add(
@@ -105,7 +120,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     names = _wanted(options.loaders, options.threads)
     unknown = [name for name in names if not rows_called(name, COUNTS)]
     if unknown or not names:
-        parser.error(f"--loaders: no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+        said = f"no row is called {', '.join(unknown)}" if unknown else "no row is named"
+        parser.error(f"--loaders: {said}; there are {', '.join(ROWS)}")
     if options.threads and not any(isinstance(ROWS.get(name), Family) for name in names):
         parser.error(f"--threads is for the rows called ..N, and --loaders names none: {', '.join(names)}")
     found = [row for name in names for row in rows_called(name, options.threads or COUNTS)]
@@ -206,7 +222,11 @@ def read_result(file: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Unusable(f"{file} is no JSON: {error}") from None
-    if (result.get("benchmark"), result.get("format")) != ("throughput", FORMAT):
+    if (
+        not isinstance(result, dict)
+        or (result.get("benchmark"), result.get("format")) != ("throughput", FORMAT)
+        or not result.keys() >= {"settings", "environment", "rows"}
+    ):
         raise Unusable(f"{file} is no result of this version of throughput.py --json")
     return result
 
@@ -245,13 +265,12 @@ def main(options: argparse.Namespace) -> int:
     except Unusable as error:
         print(f"throughput.py: {error}", file=sys.stderr)
         return 1
-    print(table(result))
-    write_files(result, options, draw)
+    written = finish(table(result), result, options, draw)
     wrong = complaint(result)
     if wrong:
         print(f"throughput.py: {wrong}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if wrong or not written else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_arguments()))
+    start(lambda: main(parse_arguments()))

@@ -26,6 +26,9 @@ README_ROWS = {
     "dataloader": "`DataLoader`, 0 workers, `.to`",
     "pinned": "+ `pin_memory`, `non_blocking`",
     "thread": "one background thread that pins and copies",
+    "nodes8": "torchdata.nodes, 8 threads",
+    "spdl8": "SPDL, 8 threads",
+    "workers4": "`DataLoader`, 4 worker processes, pinned",
     "workers8": "`DataLoader`, 8 worker processes, pinned",
     "gpuprefetch": "**gpuprefetch**",
     "gpuprefetch0": "**gpuprefetch**, `num_threads=0`",
@@ -42,7 +45,7 @@ def steps() -> str:
     lines = [["ms a step", *results]]
     lines.append(["compute alone, on the device", *(one_digit(r["parts_ms"]["compute"]) for r in results.values())])
     for name, label in README_ROWS.items():
-        lines.append([label, *(ms_a_step(find(result, name)) for result in results.values())])
+        lines.append([label, *(_ms_and_wrong(find(result, name)) for result in results.values())])
     return markdown(lines)
 
 
@@ -55,17 +58,14 @@ def cell(name: str) -> str:
     result = read(name)
     head = "row|ms a step|lowest to highest|x bound|x compute|waited|first ms|host|pinned|device"
     lines = [head.split("|")]
-    computes = result["parts_ms"]["compute"]["raw"]
     for row in result["rows"]:
         step = row["ms_per_step"]
-        # What the result holds of it, too, but not those of an older throughput.py.
-        over_compute = statistics.median(own / alone for own, alone in zip(step["raw"], computes, strict=True))
         lines.append(
             [
                 labelled(row["name"], len(row["wrong_repeats"])),
                 *ranged(step),
                 f"{row['multiple_of_bound']['median']:.2f}" + BELOW_BOUND * row["below_bound"],
-                f"{over_compute:.2f}",
+                f"{over_compute(result, row):.2f}",
                 f"{row['waited_share']['median']:.0%}",
                 f"{row['first_batch_ms']['median']:.0f}",
                 *(mebibytes(row[key]) for key in ("host_bytes", "pinned_bytes", "device_bytes_above_model")),
@@ -78,6 +78,12 @@ def cell(name: str) -> str:
     said.append(f"{files}.")
     settings = paragraph(setting_line(result["settings"]) + ".", *said)
     return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
+
+
+def over_compute(result: dict[str, Any], row: dict[str, Any]) -> float:
+    """Of each repeat, then median: a result has it too, but not one of an older throughput.py."""
+    alone = result["parts_ms"]["compute"]["raw"]
+    return statistics.median(own / step for own, step in zip(row["ms_per_step"]["raw"], alone, strict=True))
 
 
 def steps_machine() -> str:
@@ -134,7 +140,7 @@ def earlier() -> str:
         lines.append([row_name])
         for name, result in results.items():
             row = find(result, row_name)
-            now = "" if row is None else f"{row['ms_per_step']['median'] / result['parts_ms']['compute']['median']:.2f}"
+            now = "" if row is None else f"{over_compute(result, row):.2f}"
             lines[-1] += [f"{before[name][row_name] / before[name]['compute']:.2f}", now]
     return markdown(lines)
 

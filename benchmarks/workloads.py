@@ -75,7 +75,10 @@ class Memory:
     def __init__(self, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         # One tensor: a worker process is given a file handle for each.
-        self.images = torch.rand(samples, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        try:
+            self.images = torch.rand(samples, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        except RuntimeError as error:
+            raise Unusable(f"{samples} samples don't fit the memory: {str(error).splitlines()[0]}") from None
 
     def __call__(self, index: int) -> torch.Tensor:
         return self.images[index % len(self.images)]
@@ -107,8 +110,8 @@ class Jpeg:
     def __call__(self, index: int) -> torch.Tensor:
         chance = random.Random(self.seed * 1_000_003 + index)
         source = self.files[index % len(self.files)]
-        data = source if isinstance(source, bytes) else source.read_bytes()
         try:
+            data = source if isinstance(source, bytes) else source.read_bytes()
             return self.decoder.decode(data, functools.partial(random_crop, chance))
         except Exception as error:  # a decoder knows no file name
             name = "a JPEG made by Pillow" if isinstance(source, bytes) else str(source)
@@ -130,9 +133,9 @@ def vary_photo(samples: int, seed: int) -> list[bytes]:
     """`samples` different JPEG files in memory, cut from the photo that matplotlib ships, 500 x 400 pixels each."""
     try:
         from matplotlib.cbook import get_sample_data
-    except ModuleNotFoundError:
+    except Exception as error:  # one that is broken fails in any way
         raise Unusable(
-            'workload jpeg needs matplotlib for its photo (python -m pip install ".[bench]"), or --data DIR'
+            f'workload jpeg needs matplotlib for its photo (python -m pip install ".[bench]"), or --data DIR: {error}'
         ) from None
     from PIL import Image, ImageEnhance
 
@@ -154,7 +157,7 @@ def vary_photo(samples: int, seed: int) -> list[bytes]:
 
 def find_images(folder: Path, decoder: Decoder) -> Sequence[Path]:
     """The files under `folder` that `decoder` reads, sorted. Raises Unusable if there are none."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in decoder.suffixes)
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in decoder.suffixes and path.is_file())
     if not paths:
         suffixes = ", ".join(sorted(decoder.suffixes))
         raise Unusable(f"--data {str(folder)!r} holds no image for --decoder {decoder.name}; looked for {suffixes}")
