@@ -154,7 +154,8 @@ def faster_of_ours(result: dict[str, Any]) -> dict[str, Any] | None:
 def windows_fix() -> str:
     """docs/migrate.md: ms a step with FastReID's fix for Windows, with what FastReID has elsewhere, and with ours."""
     names = ["windows-fix", "fastreid", "gpuprefetch-x", "gpuprefetch", "gpuprefetch0"]
-    lines = [["ms a step", *names, "windows-fix over the faster of the last two"]]
+    ratios = ["gpuprefetch-x over fastreid", "windows-fix over the faster of the last two"]
+    lines = [["ms a step", *names, *ratios]]
     results = cells()
     order = [name for name in dict.fromkeys([*COLUMNS, *results]) if name in results]  # "the same" is of the one before
     for name in order:
@@ -162,10 +163,15 @@ def windows_fix() -> str:
         fix, best = found[0], faster_of_ours(results[name])
         if fix is None or best is None:
             continue
-        over = f"{fix['ms_per_step']['median'] / best['ms_per_step']['median']:.2f}"
-        over += " (within the spread)" * (not is_apart(fix, best))
-        lines.append([COLUMNS.get(name, name), *map(_ms_and_wrong, found), over])
+        lines.append([COLUMNS.get(name, name), *map(_ms_and_wrong, found), _over(found[2], found[1]), _over(fix, best)])
     return markdown(lines)
+
+
+def _over(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    if row is None or other is None:
+        return ""
+    quotient = f"{row['ms_per_step']['median'] / other['ms_per_step']['median']:.2f}"
+    return quotient + " (within the spread)" * (not is_apart(row, other))
 
 
 def _ms_and_wrong(row: dict[str, Any] | None) -> str:

@@ -63,7 +63,7 @@ class DataLoaderX(DataLoader[Any]):
     def __init__(
         self,
         local_rank: int,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | None = None,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -86,6 +86,11 @@ class DataLoaderX(DataLoader[Any]):
         pinned_bytes: int | None = None,
         **others: Any,
     ) -> None:
+        if dataset is None or _is_dataset(local_rank):
+            raise TypeError(
+                "local_rank comes first, and the dataset second: DataLoaderX(0, dataset, ...), not "
+                f"{type(local_rank).__name__} and {type(dataset).__name__}"
+            )
         device = _device(local_rank)
         num_workers = checked_int("num_workers", num_workers, 0, MOST_THREADS)
         super().__init__(
@@ -202,11 +207,11 @@ def _none() -> None:
     return None
 
 
+def _is_dataset(local_rank: Any) -> bool:
+    return hasattr(local_rank, "__getitem__") and not isinstance(local_rank, str)  # an IterableDataset has it too
+
+
 def _device(local_rank: int) -> int | None:
-    if isinstance(local_rank, Dataset):
-        raise TypeError(
-            f"local_rank comes first, and the dataset second: DataLoaderX(0, dataset, ...), not {local_rank!r}"
-        )
     local_rank = checked_int("local_rank", local_rank, 0, _LARGEST_RANK)
     if not torch.accelerator.is_available():
         return None

@@ -21,7 +21,8 @@ def _torch_without_cuda(facts: Facts) -> Finding | None:
     return Finding(
         "error",
         "torch-without-cuda",
-        f"this machine has an NVIDIA driver, but torch {facts.torch} is built without CUDA",
+        f"this machine has an NVIDIA {'driver' if facts.nvidia_driver else 'card'}, but torch {facts.torch} is built "
+        "without CUDA",
         f"Batches stay on the CPU, and nothing uses the card.{windows}",
         "Install a CUDA build by the command that pytorch.org gives for this machine, then gpuprefetch again.",
     )

@@ -40,6 +40,10 @@ def _openmp(facts: Facts) -> Finding | None:
     )
 
 
+def _named(cores: float | None) -> str:
+    return "1 CPU core" if cores == 1 else f"{cores:g} CPU cores"
+
+
 def _one_core(facts: Facts) -> Finding | None:
     cores = facts.cores
     if cores is None or cores >= 2:
@@ -47,7 +51,7 @@ def _one_core(facts: Facts) -> Finding | None:
     return Finding(
         "slow",
         "one-core",
-        f"this process may use {cores:g} CPU core{'' if cores == 1 else 's'}",
+        f"this process may use {_named(cores)}",
         "A loader thread and the training loop take turns on it; only the copy overlaps.",
         "Give the process more cores (affinity, or the container's CPU limit), or pass num_threads=0.",
     )
@@ -67,7 +71,7 @@ def _too_many_threads(facts: Facts) -> Finding | None:
     return Finding(
         "slow",
         "too-many-threads",
-        f"{' and '.join(above)}, but this process may use {cores:g} CPU cores",
+        f"{' and '.join(above)}, but this process may use {_named(cores)}",
         "Threads of one operation that outnumber the cores wait for each other, spinning, on cores that loading needs.",
         f"Set OMP_NUM_THREADS to {max(1, int(cores or 1))} or less, or call torch.set_num_threads().",
     )

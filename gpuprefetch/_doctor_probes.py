@@ -15,10 +15,11 @@ import torch
 
 from gpuprefetch import _doctor_system as system
 from gpuprefetch._arguments import accelerator, checked_device
+from gpuprefetch._control_groups import granted_cpus
 from gpuprefetch._doctor_facts import Facts
 from gpuprefetch._doctor_self_test import loads_ahead, measure_overlap
 from gpuprefetch._extension import extension
-from gpuprefetch._recommended import recommended_num_threads, usable_cpus
+from gpuprefetch._recommended import allowed_cpus, recommended_num_threads
 
 REQUESTS = (0, 1, 2, 4, 8)
 """Numbers of workers for which the doctor says how many threads run."""
@@ -87,8 +88,8 @@ _HOST: dict[str, Callable[[], Any]] = {
     "gil": lambda: getattr(sys, "_is_gil_enabled", lambda: True)(),
     "platform": platform.platform,
     "sys_platform": lambda: sys.platform,
-    "cpus": usable_cpus,
-    "container_cpus": system.container_cpus,
+    "cpus": allowed_cpus,
+    "container_cpus": granted_cpus,
     "recommended_threads": recommended_num_threads,
     "threads": lambda: {str(requested): requested for requested in REQUESTS},
     "intra_op_threads": torch.get_num_threads,

@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
+from gpuprefetch._control_groups import control_groups, read
 from gpuprefetch._environment import driver_library
 
 _LIMIT_SECONDS = 10.0
@@ -26,7 +27,7 @@ _CARD_FIELDS = {
     "link_width": "pcie.link.width.current",
     "link_width_max": "pcie.link.width.max",
 }
-_OPENMP = re.compile(r"lib(gomp|iomp5|iomp5md|omp|omp140)[-.]")
+_OPENMP = re.compile(r"(lib(gomp|iomp5|iomp5md|omp|omp140)|vcomp\d+)[-.]")
 _NO_LIMIT = 1 << 60  # cgroup v1 says so with a number near 2**63
 
 
@@ -143,53 +144,20 @@ def container_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("
     File pages that were not used lately count as free: the kernel gives them up first.
     """
     free = []
-    for folder in _control_groups("memory", root, own):
+    for folder in control_groups("memory", root, own):
         for names in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit, used = _number(folder / names[0]), _number(folder / names[1])
             if limit is not None and used is not None and limit < _NO_LIMIT:
-                cached = re.search(rf"^{names[2]} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                cached = re.search(rf"^{names[2]} (\d+)$", read(folder / "memory.stat"), re.MULTILINE)
                 free.append(max(0, limit - used + (int(cached[1]) if cached else 0)))
     return min(free, default=None)
 
 
-def container_cpus(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """CPUs' worth of time that the process's control groups are granted, v1 or v2; None without a limit."""
-    granted = []
-    for folder in _control_groups("cpu", root, own):
-        old = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-        both = _read(folder / "cpu.max") or old
-        if match := re.fullmatch(r"(\d+)\s+([1-9]\d*)", both.strip()):  # "max", or -1, is no limit
-            granted.append(int(match[1]) / int(match[2]))
-    return min(granted, default=None)
-
-
-def _control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
-    """Folders of the process's group and those above it. In a container its path may be seen from outside: then only
-    the root of the mount is there, which is the container's."""
-    for line in _read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / controller if controllers else root
-        folder = base / path.lstrip("/")
-        yield folder
-        while folder != base:
-            folder = folder.parent
-            yield folder
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _number(file: Path) -> int | None:
-    text = _read(file).strip()
+    text = read(file).strip()
     return int(text) if text.isdecimal() else None
 
 
@@ -204,5 +172,9 @@ def compiler(which: Callable[[str], str | None] = shutil.which) -> str | None:
         ask = ["-latest", "-products", "*", "-requires", tools, "-property", "installationPath"]
         return (output_of([str(vswhere), *ask]) or "").strip() or None
     commands = [os.environ.get("CXX", "c++"), sysconfig.get_config_var("CXX") or "g++"]  # compiles, links
-    found = [which(shlex.split(command)[0]) for command in commands if command.strip()]
+    try:
+        words = [shlex.split(command) for command in commands]
+    except ValueError:  # a quotation without end: the shell would not find it either
+        return None
+    found = [which(command[0]) for command in words if command]
     return found[0] if found and None not in found else None

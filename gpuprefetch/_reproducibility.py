@@ -66,8 +66,7 @@ def verify_reproducibility(
             accelerator, or the CPU where there is none.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above; the loader has worker processes and several
-            threads are to be tried; it gives no batch.
+        TypeError, ValueError: an argument is not what is said above; the loader gives no batch.
         Exception: whatever the loader raises in the very first run. What it raises in a later one is a difference.
     """
     say = print if checked_bool("verbose", verbose) else _say_nothing
@@ -82,11 +81,8 @@ def verify_reproducibility(
     seed = checked_int("seed", 0 if seed is None else seed, 0, LARGEST_SEED)
     max_batches = checked_int("max_batches", max_batches, 1, _MOST_BATCHES)
     reason = why_one_thread(loader)
-    if max(counts) > 1 and reason is None and loader.num_workers:
-        raise ValueError(
-            f"num_threads={max(counts)} and the loader's num_workers={loader.num_workers} exclude each other: set "
-            "num_workers to 0, or try num_threads of 0 and 1 only"
-        )
+    if reason is None and loader.num_workers:
+        reason = f"it starts processes, num_workers={loader.num_workers}"
     if max(counts) > 1 and reason is not None:
         say(f"num_threads above 1 are tried as 1, since one thread iterates this loader: {reason}")
         counts = list(dict.fromkeys(min(count, 1) for count in counts))

@@ -13,7 +13,7 @@ from loaders import THREADS, Ramp, lists, vals
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 import gpuprefetch
-from gpuprefetch import PrefetchIterator, _create_dataloader, _doctor_probes, create_dataloader
+from gpuprefetch import PrefetchIterator, _create_dataloader, _doctor_probes, _recommended, create_dataloader
 
 pytestmark = [pytest.mark.windows, pytest.mark.filterwarnings("ignore:num_workers of create_dataloader:UserWarning")]
 
@@ -205,12 +205,20 @@ def test_wrong_argument(arguments, error, text):
 
 @pytest.mark.parametrize("usable, expected", [(1, 1), (3, 3), (8, 8), (9, 8), (256, 8)])
 def test_the_recommended_number_is_that_of_the_usable_cpus_up_to_eight(usable, expected, monkeypatch):
+    monkeypatch.setattr(_recommended, "granted_cpus", lambda: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(usable)), raising=False)
     assert gpuprefetch.recommended_num_threads() == expected
     monkeypatch.setattr(os, "cpu_count", lambda: usable)
     monkeypatch.delattr(os, "sched_getaffinity")  # Windows, macOS
     assert gpuprefetch.recommended_num_threads() == expected
+
+
+@pytest.mark.parametrize("granted, expected", [(None, 6), (0.5, 1), (1.0, 1), (1.5, 2), (6.0, 6), (64.0, 6)])
+def test_what_a_container_is_granted_counts(granted, expected, monkeypatch):
+    monkeypatch.setattr(_recommended, "granted_cpus", lambda: granted)
+    monkeypatch.setattr(_recommended, "allowed_cpus", lambda: 6)
+    assert gpuprefetch.recommended_num_threads() == _recommended.usable_cpus() == expected
 
 
 def test_a_machine_that_does_not_know_its_cpus(monkeypatch):

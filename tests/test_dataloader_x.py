@@ -597,6 +597,7 @@ def test_what_a_prefetch_iterator_takes():
 # --- wrong arguments
 
 
+SECOND = "local_rank comes first, and the dataset second: DataLoaderX(0, dataset, ...), not "
 RANKS = "local_rank must be an integer from 0 to 2147483647, not "
 WORKERS = "num_workers must be an integer from 0 to 256, not "
 
@@ -611,7 +612,10 @@ WORKERS = "num_workers must be an integer from 0 to 256, not "
         ({"local_rank": None}, TypeError, RANKS + "None"),
         ({"local_rank": 0.0}, TypeError, RANKS + "0.0"),
         ({"local_rank": "cuda:0"}, TypeError, RANKS + "'cuda:0'"),
-        ({"local_rank": Ramp(3)}, TypeError, "local_rank comes first, and the dataset second: DataLoaderX(0, dataset"),
+        ({"local_rank": Ramp(3)}, TypeError, SECOND + "Ramp and Ramp"),
+        ({"local_rank": [1, 2], "dataset": 32}, TypeError, SECOND + "list and int"),
+        ({"local_rank": Ramp(3), "dataset": None}, TypeError, SECOND + "Ramp and NoneType"),
+        ({"dataset": None}, TypeError, SECOND + "int and NoneType"),
         ({"num_workers": -1}, ValueError, WORKERS + "-1"),
         ({"num_workers": 257}, ValueError, WORKERS + "257"),
         ({"num_workers": 1.0}, TypeError, WORKERS + "1.0"),

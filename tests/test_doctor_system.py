@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from gpuprefetch import _doctor_probes, _doctor_self_test, _doctor_system
+from gpuprefetch import _control_groups, _doctor_probes, _doctor_self_test, _doctor_system
 from gpuprefetch._doctor_facts import Facts
 
 pytestmark = pytest.mark.windows
@@ -89,7 +89,7 @@ def test_the_memory_that_a_container_is_left(groups, own, files, free):
     ],
 )
 def test_the_cpus_that_a_container_is_granted(groups, own, files, cpus):
-    assert _doctor_system.container_cpus(*groups(own, files)) == cpus
+    assert _control_groups.granted_cpus(*groups(own, files)) == cpus
 
 
 def test_cards():
@@ -150,6 +150,9 @@ def test_the_compiler(monkeypatch):
     assert _doctor_system.compiler(there.get) == "/usr/bin/c++"
     assert _doctor_system.compiler({"c++": "/usr/bin/c++"}.get) is None  # what links is missing
     assert _doctor_system.compiler({}.get) is None
+    with monkeypatch.context() as unfinished:
+        unfinished.setenv("CXX", "'c++ -O2")
+        assert _doctor_system.compiler(there.get) is None
     monkeypatch.setenv("CXX", "ccache clang++")
     assert _doctor_system.compiler({**there, "ccache": "/usr/bin/ccache"}.get) == "/usr/bin/ccache"
     assert _doctor_system.compiler(there.get) is None

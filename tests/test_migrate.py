@@ -79,14 +79,12 @@ SHAPE = {
 }
 
 
-@pytest.mark.process
-def test_the_launcher_and_the_way_back(tmp_path):
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python in a package of FastReID's shape, and gives the lines that it printed."""
     for name, body in SHAPE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(body))
-    (launcher,) = [block for block in blocks("FastReID") if "runpy" in block]
-    assert len([line for line in launcher.splitlines() if line]) == 4
-    (tmp_path / "launch.py").write_text(launcher)
 
     def run(*arguments):
         root = str(Path(gpuprefetch.__file__).parents[1])
@@ -101,12 +99,38 @@ def test_the_launcher_and_the_way_back(tmp_path):
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.splitlines()
 
+    return run
+
+
+def launcher():
+    (block,) = [block for block in blocks("FastReID") if "runpy" in block]
+    lines = [line for line in block.splitlines() if line]
+    assert len(lines) == 4
+    return lines
+
+
+@pytest.mark.process
+def test_the_launcher_and_the_way_back(tmp_path, run):
+    (tmp_path / "launch.py").write_text("\n".join(launcher()))
     batches = ["[0, 1, 2] 0.jpg 1.jpg 2.jpg", "[3, 4, 5] 3.jpg 4.jpg 5.jpg", "[6, 0, 1] 6.jpg 0.jpg 1.jpg"]
     for num_workers in ("0", "2"):
         script = "tools/train_net.py"
         ours = run("launch.py", script, "--num-workers", num_workers)
         assert ours == [f"gpuprefetch._dataloader_x {script}", *batches]
     assert run("tools/train_net.py", "--num-workers", "0") == ["fastreid.data.data_utils tools/train_net.py", *batches]
+
+
+@pytest.mark.process
+def test_processes_that_are_spawned_have_it_from_the_script(tmp_path, run):
+    """With several GPUs: a child imports the script, and no launcher."""
+    script = tmp_path / "tools" / "train_net.py"
+    before, begin, after = script.read_text().partition('sys.path.append(".")\n')
+    after = after.replace('if __name__ == "__main__":\n', "def main(rank):\n")
+    after += '\nif __name__ == "__main__":\n    import torch\n    torch.multiprocessing.spawn(main, (), 2)\n'
+    script.write_text(before + begin + "\n".join(launcher()[:2]) + "\n" + after)
+    lines = run("tools/train_net.py", "--num-workers", "0")
+    assert sum(line.startswith("gpuprefetch._dataloader_x ") for line in lines) == 2
+    assert sum(line == "[6, 0, 1] 6.jpg 0.jpg 1.jpg" for line in lines) == 2
 
 
 # --- before and after
