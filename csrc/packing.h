@@ -8,7 +8,7 @@ namespace gpuprefetch {
 
 // Leaves of up to this size share storages: each on its own would cost a run through the ring, a call of the driver and
 // one of the allocator.
-inline constexpr std::size_t kSmallLeafBytes = 64 << 10;
+inline constexpr std::size_t kSmallLeafBytes = 128 << 10;
 
 // Shared storages ("packs") stay small, since a kept leaf keeps all of its own alive.
 inline constexpr std::size_t kPackBytes = 256 << 10;

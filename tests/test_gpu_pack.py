@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 ALIGNMENT = 512
-SMALL = 64 << 10
+SMALL = 128 << 10
 PACK = 256 << 10
 LEAST = 8  # of a dtype: fewer are left alone
 

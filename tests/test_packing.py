@@ -13,7 +13,7 @@ import torch
 from gpuprefetch._extension import extension
 
 ALIGNMENT = 512
-SMALL = 64 << 10
+SMALL = 128 << 10
 PACK = 256 << 10
 LEAST = 8  # of a dtype: fewer are left alone
 
@@ -127,10 +127,10 @@ def test_shapes_and_strides_are_those_of_to(kind):
 
 def test_small_stacks_are_packed_too():
     stack = [torch.ones(2, 512) for _ in range(3)]
-    one, other, large = allocated([torch.ones(3)], [stack, [torch.ones(8192)] * 3])
+    one, other, large = allocated([torch.ones(3)], [stack, [torch.ones(SMALL // 8)] * 3])
     assert storage(one) == storage(other) != storage(large)
     assert (other.shape, other.stride()) == ((3, 2, 512), (1024, 512, 1))
-    assert large.shape == (3, 8192) and large.untyped_storage().nbytes() == large.nbytes
+    assert large.shape == (3, SMALL // 8) and large.untyped_storage().nbytes() == large.nbytes
 
 
 def test_a_stack_of_samples_with_odd_strides_is_contiguous():
