@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from epoch import Batch
+from fastreid_described import Described
 from rows import Loader, Opened, row
 from target import Target
 from workloads import changed
@@ -81,7 +82,7 @@ def apex(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     yield Epochs(lambda: _one_ahead(pinning, target, stream))
 
 
-def _one_ahead(loader: Iterable[Batch], target: Target, stream: Any, *, recorded: bool = True) -> Iterator[Batch]:
+def _one_ahead(loader: Iterable[Batch], target: Target, stream: Any) -> Iterator[Batch]:
     streams = target.streams
     assert streams is not None
     batches = iter(loader)
@@ -97,9 +98,8 @@ def _one_ahead(loader: Iterable[Batch], target: Target, stream: Any, *, recorded
     while (batch := upcoming) is not None:
         consumer = streams.current_stream(target.device)
         consumer.wait_stream(stream)
-        if recorded:
-            for leaf in batch:
-                leaf.record_stream(consumer)
+        for leaf in batch:
+            leaf.record_stream(consumer)
         upcoming = copy_next()
         yield batch
 
@@ -159,12 +159,18 @@ def background(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     missing=nothing_to_pin,
 )
 def fastreid(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
-    """As it is described, without record_stream: what the allocator gives a second time may be overwritten too early.
-    Its batches are flat dicts; which container holds the two tensors makes no difference here."""
-    pinning = changed(loader, pin_memory=True)
-    assert target.streams is not None
-    stream = target.streams.Stream(target.device)
-    yield Epochs(lambda: _one_ahead(in_background(pinning, 10), target, stream, recorded=False))
+    collate = loader.collate_fn
+    described = Described(
+        target.device,
+        dataset=loader.dataset,
+        batch_sampler=loader.batch_sampler,
+        collate_fn=lambda samples: dict(zip(("images", "labels"), collate(samples), strict=True)),
+        pin_memory=True,
+    )
+    try:
+        yield Epochs(lambda: ((batch["images"], batch["labels"]) for batch in described))
+    finally:
+        described.shutdown()
 
 
 @row("thread", "one background thread: load, pin_memory(), copy on a side stream", loads_beside=True)

@@ -1,12 +1,12 @@
 """Where FastReID's DataLoaderX, rebuilt from its description, fails, and gpuprefetch's does not."""
 
 import itertools
-import queue
 import threading
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from fastreid_described import Described, WaitsForEver
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
 import gpuprefetch
 from gpuprefetch import _dataloader_x
@@ -15,67 +15,6 @@ DEVICES = [
     "meta",  # on which it shows what was moved, without a GPU
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
 ]
-AHEAD = 10
-
-
-class WaitsForEver(Exception):
-    """In place of a wait that nothing would end."""
-
-
-class Described(DataLoader):
-    """A daemon thread takes up to 10 batches ahead; next() moves the tensors of the next batch's dict on a side stream.
-    Without pinning, since of that nothing depends here."""
-
-    def __init__(self, device, **arguments):
-        super().__init__(**arguments)
-        self.device = torch.device(device)
-        self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
-
-    def __iter__(self):
-        self.ready, self.left = queue.Queue(AHEAD), threading.Event()
-        self.thread = threading.Thread(target=self._take, args=(super().__iter__(),), daemon=True)
-        self.thread.start()
-        self._preload()
-        return self
-
-    def _take(self, batches):
-        for batch in batches:
-            if self.left.is_set():
-                break
-            self.ready.put(batch)
-        self.ready.put(None)
-
-    def _taken(self):
-        while True:
-            try:
-                return self.ready.get(timeout=0.05)
-            except queue.Empty:
-                if not self.thread.is_alive() and self.ready.empty():
-                    raise WaitsForEver from None
-
-    def _preload(self):
-        self.upcoming = self._taken()
-        with torch.cuda.stream(self.stream):
-            for key, value in (self.upcoming or {}).items():
-                if isinstance(value, torch.Tensor):
-                    self.upcoming[key] = value.to(self.device, non_blocking=True)
-
-    def __next__(self):
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
-        batch = self.upcoming
-        if batch is None:
-            raise StopIteration
-        self._preload()
-        return batch
-
-    def shutdown(self):
-        self.left.set()
-        while self.thread.is_alive():
-            try:
-                self.ready.get(timeout=0.05)
-            except queue.Empty:
-                pass
 
 
 class Images(Dataset):

@@ -143,7 +143,7 @@ def main() -> None:
         for name, milliseconds_each in times.items():
             print(f"{name}: {statistics.median(milliseconds_each):.1f} ms a step (median of {epochs} epochs)")
     if device.type == "cpu":
-        print("On a CPU nothing is copied, and loading and computing share its cores: expect little difference.")
+        print("On a CPU nothing is copied, and loading and computing share its cores: it may even take longer.")
 
 
 if __name__ == "__main__":
