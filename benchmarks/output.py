@@ -33,13 +33,10 @@ def check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             continue
         if not file.parent.is_dir():
             parser.error(f"--{name} {str(file)!r}: there is no folder {str(file.parent)!r}")
-        was_there = file.exists()
-        try:
-            file.open("ab").close()
-        except OSError as error:
-            parser.error(f"--{name} {str(file)!r} can't be written: {error.strerror}")
-        if not was_there:
-            file.unlink()
+        if file.is_dir():
+            parser.error(f"--{name} {str(file)!r} is a folder")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            parser.error(f"--{name} {str(file)!r} can't be written")
     if plot is None:
         return
     if plot == options.json:
@@ -67,9 +64,9 @@ def finish(
         nonlocal written
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # whatever a picture fails with
             written = False
-            print(f"--{name} {str(file)!r} can't be written: {error.strerror}", file=sys.stderr)
+            print(f"--{name} {str(file)!r} can't be written: {type(error).__name__}: {error}", file=sys.stderr)
 
     if options.json is not None:
         with told("json", options.json):
@@ -77,13 +74,16 @@ def finish(
     if draw is not None and options.plot is not None:
         with told("plot", options.plot):
             draw(result, options.plot)
-    _print(text)
+    say(text)
     return written
 
 
-def _print(text: str) -> None:
+def say(text: str) -> None:
+    """Prints, whatever the encoding is, and though nobody reads on."""
+    if sys.stdout is None:  # without a console
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError:  # nobody reads on
+    except OSError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # else the interpreter complains at its end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 import textwrap
 from typing import Any
 
@@ -28,9 +28,15 @@ def ranged(figure: dict[str, Any], digits: int = 2) -> list[str]:
     return [f"{figure['median']:.{digits}f}", f"{figure['low']:.{digits}f} to {figure['high']:.{digits}f}"]
 
 
-def labelled(name: str, wrong: int = 0) -> str:
-    """A row's name, bold if it is ours, and in how many repeats its batches were wrong."""
-    return (f"**{name}**" if "gpuprefetch" in name else name) + f" (wrong in {wrong})" * bool(wrong)
+def labelled(name: str) -> str:
+    """A row's name, bold if it is ours."""
+    return f"**{name}**" if "gpuprefetch" in name else name
+
+
+def wrongly(row: dict[str, Any]) -> str:
+    """In how many repeats a row's batches were wrong, if they were."""
+    wrong, of = len(row["wrong_repeats"]), len(row["ms_per_step"]["raw"])
+    return f" (wrong in {wrong} of {of})" * bool(wrong)
 
 
 def described(environment: dict[str, Any]) -> str:
@@ -43,13 +49,7 @@ def command(environment: dict[str, Any]) -> str:
     """What was typed, without the files it wrote, and before it what gave it fewer processors than there are."""
     usable = environment["cpus_usable"]
     affinity = f"taskset -c 0-{usable - 1} " * (usable < environment["cpu_count"])
-    words, kept = iter(shlex.split(environment["command"])), []
-    for word in words:
-        if word in ("--json", "--plot"):
-            next(words)
-        elif not word.startswith(("--json=", "--plot=")):
-            kept.append(word)
-    return affinity + shlex.join(kept)
+    return affinity + re.sub(r""" --(json|plot)[ =]('[^']*'|"[^"]*"|\S+)""", "", environment["command"])
 
 
 def told(result: dict[str, Any], *more: str, packages: str = "") -> str:

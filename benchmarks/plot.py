@@ -101,17 +101,26 @@ def draw_timelines(result: dict[str, Any], path: Path) -> None:
 
 def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
     """One panel a row, all over the same time. A batch keeps its number, so that the eye can follow it downwards."""
+    from matplotlib import colors
+
     for axes, timeline in zip(panels, timelines, strict=True):
         lanes = [name for name in LANES if name in timeline["lanes"]]
         shown = timeline["shown_ms"]
-        kernels = timeline["lanes"].get("kernels")
         for position, name in enumerate(lanes):
             spans = timeline["lanes"][name]
-            pale = name == "compute" and kernels is not None
-            edge = 0 if name == "copy" else 0.5
-            _spans(axes, spans, position, LANES[name][1], shown, edge, alpha=0.35 if pale else 1)
-            if pale:
-                _spans(axes, kernels, position, LANES[name][1], shown)
+            colour = LANES[name][1]
+            if name == "compute" and "busy" in timeline:
+                shades = colors.LinearSegmentedColormap.from_list("", ["white", colour])
+                extent = (0, shown, position + 0.4, position - 0.4)
+                axes.imshow([timeline["busy"]], extent=extent, aspect="auto", cmap=shades, vmin=0, vmax=1)
+                colour = "none"
+            axes.broken_barh(
+                [(start, max(end - start, NARROWEST * shown)) for _, start, end in spans],
+                (position - 0.4, 0.8),
+                facecolors=colour,
+                edgecolors="white",
+                linewidth=0 if name == "copy" else 0.5,
+            )
             if name == "copy":  # one for each piece
                 continue
             for (number, start, end), (_, next_start, _) in itertools.pairwise([*spans, (0, 2 * shown, 0.0)]):
@@ -121,7 +130,7 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
                     at, side, colour = in_it if is_wide else beside_it
                     axes.text(at, position, number, ha=side, va="center", fontsize=7, color=colour, clip_on=True)
         axes.set_yticks(range(len(lanes)), [LANES[name][0] for name in lanes], fontsize=8)
-        axes.invert_yaxis()
+        axes.set_ylim(len(lanes) - 0.5, -0.5)
         axes.set_xlim(0, shown)
         axes.set_title(
             f"{timeline['name']}: what happens when, in the middle of an epoch (numbers are batches)",
@@ -132,27 +141,12 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
             axes.spines[side].set_visible(False)
     if panels:
         told = "time (ms), the same in each panel: bars below one another happen at the same time.\n"
-        if any("kernels" in timeline["lanes"] for timeline in timelines):
-            told += (
-                "Lowest lane: white is a device that waits for data, pale one that waits for the launch of a kernel.\n"
-            )
+        if any("busy" in timeline for timeline in timelines):
+            told += "Lowest lane: the darker, the more of a moment the device was busy; white is one that waits.\n"
         else:
             told += "A gap in the lowest lane is a device that waits for data; waits within a step don't show.\n"
         told += "stage ends when a batch's last copy is queued: from ordinary memory that waits for the device.\n"
         panels[-1].set_xlabel(told + "Seen by a profiler, beside which steps take longer than otherwise.")
-
-
-def _spans(
-    axes: Any, spans: list[Any], position: int, colour: str, shown: float, edge: float = 0, alpha: float = 1
-) -> None:
-    axes.broken_barh(
-        [(start, max(end - start, NARROWEST * shown)) for _, start, end in spans],
-        (position - 0.4, 0.8),
-        facecolors=colour,
-        edgecolors="white",
-        linewidth=edge,
-        alpha=alpha,
-    )
 
 
 def _title(result: dict[str, Any]) -> str:

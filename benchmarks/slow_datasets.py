@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import os
 import random
 import statistics
 import tempfile
@@ -31,6 +30,7 @@ from target import describe, find_target, headline
 from workloads import make_loader, random_crop, vary_photo
 
 from gpuprefetch import PrefetchIterator
+from gpuprefetch._recommended import usable_cpus
 
 SEED = 0
 
@@ -170,11 +170,6 @@ def report(result: dict[str, Any]) -> list[str]:
         "",
         *(f"left out: {name}, which {reason}" for name, reason in result["left_out"].items()),
     ]
-
-
-def usable_cpus() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

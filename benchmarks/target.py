@@ -172,12 +172,18 @@ def describe(target: Target) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the sources beside this file, with -dirty where they were changed; None where git does not know."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """Of the repository that this file is in, with -dirty where sources were changed; None where git does not know."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
+    sources = ["csrc", "gpuprefetch", "benchmarks/*.py"]
+    asked = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", *sources]
     try:
-        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        commit, changed = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in asked
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return commit + "-dirty" * bool(changed)
 
 
 def command_line() -> str:

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,8 +42,8 @@ def options(json=None, plot=None):
 @pytest.mark.parametrize(
     ("json_file", "plot_file", "said"),
     [
-        (".", None, "--json '.' can't be written: "),
-        (None, "folder", "can't be written: "),
+        (".", None, "--json '.' is a folder"),
+        (None, "folder", "is a folder"),
         ("a", "a", "--json and --plot are both "),
         (None, "a.pdf", "the picture is a PNG"),
     ],
@@ -67,6 +68,19 @@ def test_asking_leaves_files_as_they_are(tmp_path):
     assert not new.exists()
 
 
+def test_a_picture_that_can_not_be_drawn_leaves_the_rest(tmp_path, capsys):
+    chosen = options(tmp_path / "x.json", tmp_path / "x.png")
+    assert not output.finish("the table", {"a": 1}, chosen, lambda result, file: result["b"])
+    told = capsys.readouterr()
+    assert told.out == "the table\n" and "can't be written: KeyError: 'b'" in told.err
+    assert json.loads(chosen.json.read_text()) == {"a": 1}
+
+
+def test_a_process_without_a_console(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert output.finish("the table", {"a": 1}, options(tmp_path / "x.json"))
+
+
 def test_a_matplotlib_that_is_broken_is_said_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails
     with pytest.raises(SystemExit):
@@ -83,7 +97,7 @@ def test_one_file_that_fails_takes_neither_the_other_nor_the_text_along(tmp_path
     assert not output.finish("the table", {"a": 1}, chosen, draw)
     told = capsys.readouterr()
     assert told.out == "the table\n"
-    assert told.err.startswith("--json '/dev/full' can't be written: ")
+    assert told.err.startswith("--json '/dev/full' can't be written: OSError: ")
     assert chosen.plot.read_text() == "picture"
 
 
@@ -102,16 +116,16 @@ def test_output_that_nobody_reads_is_no_error(tmp_path):
 import argparse, pathlib, sys
 sys.path.insert(0, {str(Path(output.__file__).parent)!r})
 import output
-input()
 options = argparse.Namespace(json=pathlib.Path({str(file)!r}), plot=None)
 output.start(lambda: 0 if output.finish("x" * 100_000, {{"a": 2}}, options) else 1)
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
-        process.stdout.close()
-        process.stdin.write(b"\n")
-        process.stdin.close()
-        assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(writer)
+    assert (ended.stderr, ended.returncode) == (b"", 0)
     assert json.loads(file.read_text()) == {"a": 2}
 
 

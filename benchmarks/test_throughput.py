@@ -691,10 +691,19 @@ def test_the_devices_work_is_read_off_the_profiler():
         read(events[:4])
 
 
-def test_kernels_close_to_each_other_are_one_span():
-    spans = [(0.0, 1.0), (1.05, 2.0), (1.5, 1.6), (2.5, 3.0), (2.6, 4.0)]
-    assert timeline._joined(spans, 0.1) == [(0.0, 2.0), (2.5, 4.0)]
-    assert timeline._joined([], 0.1) == []
+def test_how_busy_the_device_was(monkeypatch):
+    monkeypatch.setattr(timeline, "SLOTS", 4)
+    spans = [(9.0, 10.5), (10.4, 10.6), (11.5, 13.25), (12.0, 12.5), (13.9, 20.0), (20.0, 21.0)]
+    assert timeline._busy_shares(spans, 10.0, 1.0) == [0.6, 0.5, 1.0, 0.35]
+    assert timeline._busy_shares([], 10.0, 1.0) == [0.0] * 4
+
+
+def test_clocks_are_read_where_the_coarse_one_goes_on(monkeypatch):
+    ticks = iter([7, 7, 7, 8])
+    monkeypatch.setattr(timeline.time, "time_ns", lambda: next(ticks))
+    before = time.perf_counter()
+    now, host = timeline._both_clocks()
+    assert now == 8 and before <= host <= time.perf_counter()
 
 
 @pytest.mark.gpu
@@ -730,5 +739,6 @@ def test_the_picture_is_drawn(loader, target, plan, tmp_path):
     chosen = [rows.ROWS[name] for name in ("dataloader", "gpuprefetch")]
     result = result_of(run(plan, chosen, loader, target, 2, False), target)
     result["timelines"] = timeline.timelines(chosen, loader, target, 2, Wait(0.002), False)
+    result["timelines"][1]["busy"] = [share / timeline.SLOTS for share in range(timeline.SLOTS)]
     draw(json.loads(json.dumps(result)), tmp_path / "x.png")
     assert Path(tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

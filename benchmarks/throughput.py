@@ -21,7 +21,7 @@ import peers  # noqa: F401
 from calibration import MIN_STEPS, make_plan
 from decoders import DECODERS, TORCHVISION
 from experiment import run
-from output import check_files, finish, start
+from output import check_files, finish, say, start
 from plot import draw
 from report import comparison, table
 from rows import MOST_THREADS, ROWS, Family, Row, rows_called
@@ -176,8 +176,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             measured["timelines"] = timelines(
                 rows, loader, target, options.prefetch_batches, plan.step, options.sync_every_step
             )
-        except RuntimeError as error:  # of the profiler: no reason to lose the figures
-            plan.notes.append(f"no timeline: {error}")
+        except Exception as error:  # of the profiler, say: no reason to lose the figures
+            plan.notes.append(f"no timeline: {type(error).__name__}: {error}")
 
     environment = describe(target)
     notes = list(plan.notes)
@@ -255,7 +255,7 @@ def complaint(result: dict[str, Any]) -> str | None:
 def main(options: argparse.Namespace) -> int:
     if options.compare:
         try:
-            print(comparison(*map(read_result, options.compare)))
+            say(comparison(*map(read_result, options.compare)))
         except (OSError, Unusable) as error:
             print(f"throughput.py: {error}", file=sys.stderr)
             return 1

@@ -9,7 +9,7 @@ from typing import Any
 import in_process  # noqa: F401  (registers the rows: so do the next two)
 import ours  # noqa: F401
 import peers  # noqa: F401
-from page_text import command, described, labelled, markdown, one_digit, paragraph, parts_alone, ranged
+from page_text import command, described, labelled, markdown, one_digit, paragraph, parts_alone, ranged, wrongly
 from report import is_apart, mebibytes, setting_line, why_below_bound
 from result_files import Unwritable, cells, find, read
 from rows import ROWS, rows_called, split_name
@@ -62,7 +62,7 @@ def cell(name: str) -> str:
         step = row["ms_per_step"]
         lines.append(
             [
-                labelled(row["name"], len(row["wrong_repeats"])),
+                labelled(row["name"]) + wrongly(row),
                 *ranged(step),
                 f"{row['multiple_of_bound']['median']:.2f}" + BELOW_BOUND * row["below_bound"],
                 f"{over_compute(result, row):.2f}",
@@ -175,8 +175,7 @@ def _over(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
 
 
 def _ms_and_wrong(row: dict[str, Any] | None) -> str:
-    wrong = row["wrong_repeats"] if row else []
-    return ms_a_step(row) + f" (wrong in {len(wrong)})" * bool(wrong)
+    return "" if row is None else ms_a_step(row) + wrongly(row)
 
 
 def threads(step: str) -> str:

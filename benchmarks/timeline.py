@@ -1,4 +1,4 @@
-"""A few steps of a row, as spans of time on the lanes load, stage, copy, compute and, within that, kernels."""
+"""A few steps of a row, as spans of time on the lanes load, stage, copy and compute, and how busy the device was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = ("dataloader", "thread", "gpuprefetch")  # those that load in this proces
 BATCHES = 48
 SKIPPED = 16  # batches, until the queues have filled and the profiler has its memory
 SHOWN_STEPS = 4  # of the slowest row
-FINEST = 1 / 1000  # of the time shown: shorter gaps between kernels are none
+SLOTS = 400  # of the time shown, for each of which is told how busy the device was
 
 Span = tuple[float, float]  # begin and end, in ms since the first batch shown was begun to be computed
 Seconds = tuple[float, float]  # the same in seconds of time.perf_counter
@@ -40,8 +40,7 @@ def timelines(
     result = []
     for row, lanes in traced:
         begin = lanes["compute"][SKIPPED][0]
-        if "kernels" in lanes:
-            lanes["kernels"] = _joined(lanes["kernels"], FINEST * shown)
+        kernels = lanes.pop("kernels", None)
         spans = {
             name: [
                 [number, max(start - begin, 0.0) * 1e3, min(end - begin, shown) * 1e3]
@@ -50,7 +49,10 @@ def timelines(
             ]
             for name, lane in lanes.items()
         }
-        result.append({"name": row.name, "description": row.description, "shown_ms": shown * 1e3, "lanes": spans})
+        told = {"name": row.name, "description": row.description, "shown_ms": shown * 1e3, "lanes": spans}
+        if kernels is not None:
+            told["busy"] = _busy_shares(kernels, begin, shown / SLOTS)
+        result.append(told)
     return result
 
 
@@ -74,8 +76,8 @@ def _trace(
     ):
         target.restore_intra_op_threads()
         target.synchronize()
-        # All clocks at one moment: the profiler's, the host's and the device's, which is idle.
-        profilers_origin, origin, origin_mark = time.time_ns(), time.perf_counter(), target.mark()
+        profilers_origin, origin = _both_clocks()
+        origin_mark = target.mark()  # at the same moment: the device is idle
         batches: Any = iter(source)
         for batch in itertools.islice(batches, BATCHES):
             before = target.mark()
@@ -144,15 +146,25 @@ def _device_activity(
     return sorted(map(seconds, calls)), sorted(map(seconds, copies)), sorted(map(seconds, kernels))
 
 
-def _joined(spans: list[Seconds], gap: float) -> list[Seconds]:
-    """Spans, in order, with those as one that lie less than `gap` apart, or over each other."""
-    joined: list[Seconds] = []
+def _both_clocks() -> tuple[int, float]:
+    """The profiler's and the host's, read where the first one goes on: under Windows in steps of up to 16 ms."""
+    before = time.time_ns()
+    while (now := time.time_ns()) == before:
+        pass
+    return now, time.perf_counter()
+
+
+def _busy_shares(spans: list[Seconds], begin: float, slot: float) -> list[float]:
+    """How much of each slot from `begin` on lies within spans, which are in order and may lie over each other."""
+    shares = [0.0] * SLOTS
+    counted = begin
     for start, end in spans:
-        if joined and start - joined[-1][1] < gap:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
+        start = max(start, counted)
+        counted = max(end, counted)
+        for number in range(int((start - begin) / slot), min(int((end - begin) / slot) + 1, SLOTS)):
+            within = min(end, begin + (number + 1) * slot) - max(start, begin + number * slot)
+            shares[number] += max(within, 0.0) / slot
+    return [round(min(share, 1.0), 3) for share in shares]
 
 
 def _staging(loading: list[Seconds], calls: list[Seconds]) -> list[Seconds]:

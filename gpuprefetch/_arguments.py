@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import numbers
 import sys
 import threading
@@ -38,23 +37,19 @@ def checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise TypeError(f"loader must be an iterable of batches, not {type(loader).__name__}")
     if sys.platform == "win32" and isinstance(loader, DataLoader) and loader.num_workers > 0:
-        _warn_of_workers(loader.num_workers)
+        _warn_of_workers()
     return loader
 
 
-def _warn_of_workers(count: int) -> None:
-    if next(_warnings_of_workers) > 0:
-        return
+@functools.cache
+def _warn_of_workers() -> None:
     warnings.warn(
-        f"the loader's num_workers={count} starts processes. On Windows each of them runs the script and imports torch "
-        "again, and dataset and batches have to pass between them: set num_workers=0, and pass "
-        f"num_threads={min(count, MOST_THREADS)} to the PrefetchIterator to load with as many threads",
+        "the loader's num_workers is above 0, and so it starts processes. On Windows each of them runs the script and "
+        "imports torch again, and dataset and batches have to pass between them: set num_workers=0, and give that "
+        "number to the PrefetchIterator, as num_threads",
         RuntimeWarning,
         stacklevel=callers_level(),
     )
-
-
-_warnings_of_workers = itertools.count()  # only the first one is given
 
 
 def warn_of_worker_init_fn(function: Callable[[int], None] | None) -> None:

@@ -24,8 +24,7 @@ def granted_cpus(root: Path = _MOUNT, own: Path = _OWN) -> float | None:
 def control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
     """Folders of the process's group and those above it. In a container its path may be seen from outside: then only
     the root of the mount is there, which is the container's."""
-    for line in read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
+    for _, controllers, path in re.findall(r"^(\d+):([^:\n]*):(.*)$", read(own), re.MULTILINE):
         if controllers and controller not in controllers.split(","):
             continue
         base = root / controller if controllers else root

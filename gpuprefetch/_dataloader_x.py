@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
@@ -208,7 +209,9 @@ def _none() -> None:
 
 
 def _is_dataset(local_rank: Any) -> bool:
-    return hasattr(local_rank, "__getitem__") and not isinstance(local_rank, str)  # an IterableDataset has it too
+    """An IterableDataset is one, too; a rank of NumPy has some of what a sequence has."""
+    other = (str, numbers.Integral, torch.Tensor)
+    return hasattr(local_rank, "__getitem__") and not isinstance(local_rank, other)
 
 
 def _device(local_rank: int) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from gpuprefetch._control_groups import granted_cpus
@@ -16,10 +15,10 @@ def allowed_cpus() -> int:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may keep busy: those that it may run on, or what a container's limit leaves it of them,
-    rounded up. Threads beyond that would make all others wait until the next period of the limit."""
+    """CPUs that this process may keep busy: those that it may run on, or what a container's limit leaves of them, and
+    one at least. Threads beyond that would make all others wait until the next period of the limit."""
     granted = granted_cpus()
-    return allowed_cpus() if granted is None else min(allowed_cpus(), max(math.ceil(granted), 1))
+    return allowed_cpus() if granted is None else min(allowed_cpus(), max(int(granted), 1))
 
 
 def recommended_num_threads() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -41,16 +40,12 @@ class SeededRuns:
     @contextlib.contextmanager
     def epoch(self, num_threads: int) -> Iterator[Iterator[Any]]:
         """The batches of one more run, which ends with the block."""
-        with warnings.catch_warnings():
-            # Of a seed beside what draws from the global generators: whether it does is found out here.
-            warnings.filterwarnings("ignore", "seed=", RuntimeWarning)
-            prefetch = PrefetchIterator(
-                self._loader, self._device, num_threads=num_threads, skip_keys=self._skip_keys, seed=self._seed
-            )
         with (
             self._begun(),
             emptied_caches(self._loader.dataset),  # else later runs would be given what this one has loaded
-            prefetch as batches,
+            PrefetchIterator(
+                self._loader, self._device, num_threads=num_threads, skip_keys=self._skip_keys, seed=self._seed
+            ) as batches,
         ):
             yield self._limited(batches)
 

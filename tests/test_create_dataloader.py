@@ -214,7 +214,7 @@ def test_the_recommended_number_is_that_of_the_usable_cpus_up_to_eight(usable, e
     assert gpuprefetch.recommended_num_threads() == expected
 
 
-@pytest.mark.parametrize("granted, expected", [(None, 6), (0.5, 1), (1.0, 1), (1.5, 2), (6.0, 6), (64.0, 6)])
+@pytest.mark.parametrize("granted, expected", [(None, 6), (0.5, 1), (1.0, 1), (1.5, 1), (2.5, 2), (6.0, 6), (64.0, 6)])
 def test_what_a_container_is_granted_counts(granted, expected, monkeypatch):
     monkeypatch.setattr(_recommended, "granted_cpus", lambda: granted)
     monkeypatch.setattr(_recommended, "allowed_cpus", lambda: 6)

@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 
+import numpy
 import pytest
 import torch
 from loaders import Gate, Ramp, eventually, script, threads, vals, within
@@ -152,6 +153,7 @@ def test_the_rank_first_by_place_or_name_and_then_what_a_dataloader_takes():
         DataLoaderX(rank, dataset=data, batch_size=4),
         DataLoaderX(local_rank=rank, dataset=data, batch_size=4),
         DataLoaderX(batch_size=4, dataset=data, local_rank=rank),
+        DataLoaderX(numpy.int64(rank), data, batch_size=4),
         DataLoaderX(rank, data, 4),
         DataLoaderX(rank, data, 4, False, None, None, 1, None, True, False, 5.0, None, None, None),
     ):

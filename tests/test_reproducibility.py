@@ -4,7 +4,6 @@ import contextlib
 import random
 import tempfile
 import threading
-import warnings
 
 import numpy
 import pytest
@@ -538,16 +537,14 @@ def test_an_iterable_dataset_is_tried_on_one_thread(capsys):
         def __iter__(self):
             return (torch.tensor([float(i), self.draw()]) for i in range(8))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none of what is just being found out
+    with pytest.warns(RuntimeWarning, match="this loader draws from the global generators at the same time"):
         verdict, lines = verify(None, capsys, loader=DataLoader(Stream(lambda: 0.5), 4), counts=(0, 4))
     assert verdict is True
     assert lines[0] == (
         "num_threads above 1 are tried as 1, since one thread iterates this loader: its dataset is an IterableDataset"
     )
     assert lines[2] == "num_threads=1: two runs, 2 batches each, are equal to run 1 with num_threads=0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none of what is just being found out
+    with pytest.warns(RuntimeWarning, match="this loader draws from the global generators at the same time"):
         verdict, lines = verify(None, capsys, loader=DataLoader(Stream(random.random), 4), counts=(0, 4))
     assert verdict is False and "draws from the global generators of random" in lines[3]
 
