@@ -269,6 +269,43 @@ def test_the_fix_for_windows_beside_the_faster_of_ours(monkeypatch):
     ]
 
 
+def test_rows_beside_what_was_measured_earlier(monkeypatch):
+    """Over the longer part, of a cell that is there, with its twin that waits if that is; what nobody measured is left
+    out."""
+
+    def now(**ms):
+        parts = {"load": figure([20.0, 30.0, 25.0]), "compute": figure([10.0, 10.0, 40.0])}
+        return {"settings": {"workload": "jpeg", "batch_size": 64}, "parts_ms": parts, **made(**ms)}
+
+    before = {
+        "one": {"load": 250, "compute": 20.0, "dataloader": 300, "thread": 225},
+        "one-sync": {"load": 10, "compute": 20.0, "thread": 30},
+        "other": {"load": 10, "compute": 20.0, "dataloader": 30},
+        "gone": {"load": 10, "compute": 20.0, "dataloader": 30},
+    }
+    measured = {"one": now(dataloader=[40.0, 30.0, 80.0]), "one-sync": now(thread=[10.0, 30.0, 20.0])}
+    monkeypatch.setattr(throughput_tables, "read", lambda name: {"earlier": {"ms_per_step": before}}[name])
+    monkeypatch.setattr(throughput_tables, "cells", lambda: {**measured, "other": now(dataloader=[20.0, 30.0, 40.0])})
+    assert figures.block("earlier").splitlines() == [
+        "Workload jpeg, batch 64:",
+        "",
+        "| ms a step over the longer part | earlier | now | waited for: earlier | now |",
+        "| --- | --- | --- | --- | --- |",
+        "| load alone, ms | 250 | 25.0 | 10 | 25.0 |",
+        "| compute alone, ms | 20 | 10.0 | 20 | 10.0 |",
+        "| dataloader | 1.20 | 2.00 |  |  |",
+        "| thread | 0.90 |  | 1.50 | 0.50 |",
+        "",
+        "Workload jpeg, batch 64:",
+        "",
+        "| ms a step over the longer part | earlier | now |",
+        "| --- | --- | --- |",
+        "| load alone, ms | 10 | 25.0 |",
+        "| compute alone, ms | 20 | 10.0 |",
+        "| dataloader | 1.50 | 1.00 |",
+    ]
+
+
 def test_the_legend_is_of_all_cells(monkeypatch):
     def cell(**rows):
         return {"rows": [{"name": name, "description": text} for name, text in rows.items()]}

@@ -65,7 +65,7 @@ def cell(name: str) -> str:
                 labelled(row["name"]) + wrongly(row),
                 *ranged(step),
                 f"{row['multiple_of_bound']['median']:.2f}" + BELOW_BOUND * row["below_bound"],
-                f"{over_compute(result, row):.2f}",
+                f"{over_parts(result, row):.2f}",
                 f"{row['waited_share']['median']:.0%}",
                 f"{row['first_batch_ms']['median']:.0f}",
                 *(mebibytes(row[key]) for key in ("host_bytes", "pinned_bytes", "device_bytes_above_model")),
@@ -80,10 +80,11 @@ def cell(name: str) -> str:
     return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
 
 
-def over_compute(result: dict[str, Any], row: dict[str, Any]) -> float:
-    """Of each repeat, then median: a result has it too, but not one of an older throughput.py."""
-    alone = result["parts_ms"]["compute"]["raw"]
-    return statistics.median(own / step for own, step in zip(row["ms_per_step"]["raw"], alone, strict=True))
+def over_parts(result: dict[str, Any], row: dict[str, Any], parts: tuple[str, ...] = ("compute",)) -> float:
+    """A step over the longest of these parts, of each repeat, then median. Of compute a result has it too, but not one
+    of an older throughput.py."""
+    alone = map(max, zip(*(result["parts_ms"][part]["raw"] for part in parts), strict=True))
+    return statistics.median(own / longest for own, longest in zip(row["ms_per_step"]["raw"], alone, strict=True))
 
 
 def steps_machine() -> str:
@@ -130,19 +131,32 @@ def rows() -> str:
 
 
 def earlier() -> str:
-    """docs/performance.md: rows over compute alone, as they were measured earlier and as they are."""
-    before = read("earlier")["ms_per_step"]
-    results = {name: read(name) for name in before}
-    lines = [["ms a step over compute alone", "earlier", "now", "waited for: earlier", "now"], ["compute alone, ms"]]
-    for name, result in results.items():
-        lines[-1] += [f"{before[name]['compute']:.1f}", one_digit(result["parts_ms"]["compute"])]
-    for row_name in [name for name in before["memory-resnet50"] if name != "compute"]:
-        lines.append([row_name])
-        for name, result in results.items():
-            row = find(result, row_name)
-            now = "" if row is None else f"{over_compute(result, row):.2f}"
-            lines[-1] += [f"{before[name][row_name] / before[name]['compute']:.2f}", now]
-    return markdown(lines)
+    """docs/performance.md: rows over the longer of loading and computing, as they were measured earlier and as they
+    are; a table for each cell that there is, with its twin that waits."""
+    before, measured = read("earlier")["ms_per_step"], cells()
+    names = [name for name in before if not name.endswith("-sync") and name in measured]
+    return "\n\n".join(_earlier(name, before, measured) for name in names)
+
+
+def _earlier(name: str, before: dict[str, dict[str, float]], measured: dict[str, Any]) -> str:
+    pair = [each for each in (name, f"{name}-sync") if each in measured]
+    settings = measured[name]["settings"]
+    lines = [["ms a step over the longer part", "earlier", "now", "waited for: earlier", "now"][: 1 + 2 * len(pair)]]
+    for part in ("load", "compute"):
+        now = [one_digit(measured[each]["parts_ms"][part]) for each in pair]
+        lines.append([f"{part} alone, ms", *_in_turn([f"{before[each][part]:g}" for each in pair], now)])
+    for row_name in [row for row in before[name] if row not in ("load", "compute")]:
+        then, now = [], []
+        for each in pair:
+            row, took = find(measured[each], row_name), before[each].get(row_name)
+            then.append("" if took is None else f"{took / max(before[each]['load'], before[each]['compute']):.2f}")
+            now.append("" if row is None else f"{over_parts(measured[each], row, ('load', 'compute')):.2f}")
+        lines.append([row_name, *_in_turn(then, now)])
+    return f"Workload {settings['workload']}, batch {settings['batch_size']}:\n\n{markdown(lines)}"
+
+
+def _in_turn(ones: list[str], others: list[str]) -> list[str]:
+    return [each for pair in zip(ones, others, strict=True) for each in pair]
 
 
 def faster_of_ours(result: dict[str, Any]) -> dict[str, Any] | None:
