@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from copy_sources import SOURCES, batch_label, size_label
+from copy_sources import LEAVES, SOURCES, batch_label, size_label
 from report import columns, interval, mebibytes
 from target import headline
 
@@ -39,8 +39,13 @@ def cells_of(rows: Rows, source: str) -> list[list[str]]:
 
 
 def _calls(calls_us: dict[str, Any]) -> str:
-    copy, record = (f"{calls_us[name]['median']:.1f} {interval(calls_us[name], 1)}" for name in ("copy", "record"))
-    return f"host us a call, timed from Python, so C++ pays less: copy_() {copy}, event.record() {record}"
+    told = {name: f"{figure['median']:.1f} {interval(figure, 1)}" for name, figure in calls_us.items()}
+    said = "host us a call, timed from Python, so C++ pays less: "
+    said += f"copy_() {told['copy']}, event.record() {told['record']}"
+    if "find" in told:  # older results have none
+        said += f"\nhost us, {LEAVES} x 4 KiB: find {told['find']}, allocate {told['allocate']}, "
+        said += f"put in place {told['place']}"
+    return said
 
 
 def table(result: dict[str, Any]) -> str:

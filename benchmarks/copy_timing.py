@@ -10,7 +10,11 @@ from collections.abc import Callable
 
 import torch
 from copy_methods import Copy
+from copy_sources import LEAVES
 from target import Target
+
+from gpuprefetch import _batch
+from gpuprefetch._extension import extension
 
 LEAST_SECONDS = 0.005  # of copies in a row, whose median is one repeat
 MOST_COPIES = 1000
@@ -76,8 +80,19 @@ def time_call(call: Callable[[], object], target: Target) -> float:
 
 
 def time_calls(target: Target, repeats: int) -> dict[str, list[float]]:
-    """Seconds of the host in each repeat for what a piece of the ring costs it: a copy to queue, an event to record."""
-    batch = torch.empty(CALL_BYTES, dtype=torch.uint8, device=target.device)
+    """Seconds of the host in each repeat for what a piece of the ring costs it: a copy to queue, an event to record.
+    And for what many small tensors cost it beside the ring: to find them in a batch, to allocate their copies, which
+    are packed, and to put those in their place."""
+    on_device = torch.empty(CALL_BYTES, dtype=torch.uint8, device=target.device)
     pinned = torch.zeros(CALL_BYTES, dtype=torch.uint8, pin_memory=target.accelerated)
-    calls = {"copy": lambda: batch.copy_(pinned, non_blocking=True), "record": torch.cuda.Event().record}
+    native = extension()
+    leaves = [torch.zeros(CALL_BYTES, dtype=torch.uint8) for _ in range(LEAVES)]
+    moved = dict(zip(map(id, leaves), native.allocate(leaves, [], target.device), strict=True))
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: on_device.copy_(pinned, non_blocking=True),
+        "record": torch.cuda.Event().record,
+        "find": lambda: native.split(_batch.leaves(leaves)),
+        "allocate": lambda: native.allocate(leaves, [], target.device),
+        "place": lambda: _batch.replace(leaves, moved),
+    }
     return {name: [time_call(call, target) for _ in range(repeats)] for name, call in calls.items()}

@@ -28,6 +28,7 @@ MADE_BY = {
     "strided": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
     "leaves": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
 }
+CALL_NAMES = ("copy", "record", "find", "allocate", "place")
 LEAF_BATCHES = [200 << 10, 800 << 10, 3200 << 10, 12800 << 10, 25600 << 10]  # of 1, 4, 16, 64 and 128 KiB each
 RESULTS = Path(__file__).parent / "results"
 
@@ -297,7 +298,8 @@ def test_what_calls_are_timed(on_the_cpu, target, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(torch.cuda, "Event", event)
     seconds = copy_timing.time_calls(target, 3)
-    assert {name: len(raw) for name, raw in seconds.items()} == {"copy": 3, "record": 3}
+    assert {name: len(raw) for name, raw in seconds.items()} == dict.fromkeys(CALL_NAMES, 3)
+    assert all(each > 0 for raw in seconds.values() for each in raw)
     assert done == [(4096, 4096, True)] * (3 * CALLS) + ["record"] * (3 * CALLS) and len(made) == 1
 
 
@@ -357,7 +359,7 @@ def assert_complete(result, sizes, repeats):
                     assert ms * speed == pytest.approx(size * 1e-6)
     assert result["format"] == 2
     assert [200 * size for size in result["settings"]["leaf_sizes"]] == LEAF_BATCHES
-    for name in ("copy", "record"):
+    for name in CALL_NAMES:
         assert len(result["calls_us"][name]["raw"]) == repeats
     measured = [(peak["source"], peak["method"]) for peak in result["peaks"]]
     wanted = [
@@ -402,7 +404,7 @@ def made_up(environment):
         "environment": environment,
         "settings": {"repeats": 3, "least_ms_a_repeat": 5.0, "methods": methods},
         "rows": rows,
-        "calls_us": {"copy": figure(5.0), "record": figure(1.0)},
+        "calls_us": {name: figure(us) for name, us in zip(CALL_NAMES, (5.0, 1.0, 50.0, 70.0, 40.0), strict=True)},
         "peak_bytes": 1 << 28,
         "peaks": [{**peak, "device_bytes_above_batch": 0, "host_bytes": 3 << 20}],
         "left_out": [],
@@ -425,6 +427,8 @@ def test_the_table(target):
     assert leaves[2][4:] == [*["0.131"] * 4, "0.066", "-", "50%", "20%"]
     calls = "copy_() 5.0 [4.5 .. 5.5], event.record() 1.0 [0.9 .. 1.1]"
     assert f"host us a call, timed from Python, so C++ pays less: {calls}" in lines
+    leaves = "find 50.0 [45.0 .. 55.0], allocate 70.0 [63.0 .. 77.0], put in place 40.0 [36.0 .. 44.0]"
+    assert f"host us, 200 x 4 KiB: {leaves}" in lines
     (peak,) = (line for line in lines if line.startswith("pageable: .to"))
     assert peak.split()[2:] == ["-", "0", "3"]
     assert "note: a note" in lines
