@@ -20,7 +20,7 @@ from output import start
 BATCH_SIZES = {"memory": 64, "jpeg": 8, "python": 16}
 STEPS = ("kernels", "resnet50")
 ROWS = "dataloader,pinned,windows-fix,apex,background,fastreid,thread,gpuprefetch,gpuprefetch0,timm,workers4,workers8"
-ROWS += ",gpuprefetch8,gpuprefetch-x,nodes8,spdl8"
+ROWS += ",gpuprefetch8,gpuprefetch-x,gpuprefetch-workers8,nodes8,spdl8"
 FEW_CORES_ROWS = "dataloader,pinned,gpuprefetch,gpuprefetch0"
 # 15, 4 and 2 divide them. Processes make whole batches, so that of 50 steps the last 5 would leave 10 of 15 idle.
 THREADS_STEPS = 60

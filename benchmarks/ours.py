@@ -6,8 +6,9 @@ import functools
 import warnings
 
 import torch
-from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, family, gathered, row
+from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, family, gathered, row, staged_beside
 from target import Target
+from workloads import changed
 
 
 def _not_installed(target: Target) -> str | None:
@@ -89,3 +90,18 @@ family(
     bound=gathered,
     missing=_not_installed,
 )(prefetched)
+
+
+@family(
+    "gpuprefetch-workers",
+    "PrefetchIterator(loader), where the loader has num_workers={} (processes)",
+    bound=staged_beside,
+    missing=_not_installed,
+)
+def around_processes(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from gpuprefetch import PrefetchIterator
+
+    warnings.filterwarnings("ignore", "the loader's num_workers is above 0", RuntimeWarning)  # on Windows
+    working = changed(loader, num_workers=count, persistent_workers=True)
+    with PrefetchIterator(working, target.device, prefetch_batches=prefetch_batches) as batches:
+        yield batches

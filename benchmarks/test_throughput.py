@@ -158,8 +158,9 @@ def numbered(name, *counts):
 def test_which_rows_run():
     assert names_of("") == ["dataloader", "pinned", "thread", "gpuprefetch", "gpuprefetch0"]
     assert names_of("--loaders thread,apex,thread") == ["thread", "apex"]
-    assert names_of("--loaders all")[-9:] == [
+    assert names_of("--loaders all")[-11:] == [
         *numbered("gpuprefetch", 4, 8),
+        *numbered("gpuprefetch-workers", 4, 8),
         *numbered("workers", 4, 8),
         "timm",
         *numbered("nodes", 4, 8),
@@ -187,9 +188,10 @@ def test_which_rows_run_with_which_threads():
     everything = names_of("--loaders all --threads 1,2")
     assert everything[:12] == [
         *("dataloader", "pinned", "windows-fix", "apex", "background", "fastreid", "thread"),
-        *("gpuprefetch", "gpuprefetch0", "gpuprefetch-x", "gpuprefetch2", "workers1"),
+        *("gpuprefetch", "gpuprefetch0", "gpuprefetch-x", "gpuprefetch2", "gpuprefetch-workers1"),
     ]
-    assert everything[12:] == ["workers2", "timm", *numbered("nodes", 1, 2), *numbered("spdl", 1, 2)]
+    assert everything[12:15] == ["gpuprefetch-workers2", "workers1", "workers2"]
+    assert everything[15:] == ["timm", *numbered("nodes", 1, 2), *numbered("spdl", 1, 2)]
 
 
 def test_a_numbered_row_is_made_for_its_number(loader, target):
