@@ -117,9 +117,9 @@ def serve(connection: Connection, variant: Variant, device: str, seed: int) -> N
 class Remote:
     """A Session in another process."""
 
-    def __init__(self, variant: Variant, device: str, seed: int, start: Callable[..., Any]) -> None:
+    def __init__(self, variant: Variant, device: str, seed: int, make: Callable[..., Any]) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        self._process = start(target=serve, args=(theirs, variant, device, seed), daemon=True)
+        self._process = make(target=serve, args=(theirs, variant, device, seed), daemon=True)
         self._process.start()
 
     def tell(self, name: str, *arguments: Any) -> None:
@@ -143,10 +143,10 @@ class Remote:
         self._process.join(30)
 
 
-def measure(options: argparse.Namespace, device: str, start: Callable[..., Any]) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, device: str, make: Callable[..., Any]) -> list[dict[str, Any]]:
     """Rows of all variants and cells. Raises Unusable."""
     chance = random.Random(options.seed)
-    sessions = {variant.name: Remote(variant, device, options.seed, start) for variant in options.variants}
+    sessions = {variant.name: Remote(variant, device, options.seed, make) for variant in options.variants}
     rows = []
     try:
         for cell in options.cells:
@@ -193,7 +193,7 @@ def table(result: dict[str, Any]) -> str:
     cells = list(dict.fromkeys((row["source"], row["bytes"]) for row in rows))
     by_place = {(row["variant"], row["source"], row["bytes"]): row for row in rows}
     settings = result["settings"]
-    lines = ["", f"openings {settings.get('openings', 1)}, with {settings['repeats']} repeats each"]
+    lines = ["", f"openings {settings['openings']}, with {settings['repeats']} repeats each"]
     lines += [f"  {line}" for line in headline(result["environment"])]
     lines.append(f"  {result['environment']['command']}")
     for source, size in cells:

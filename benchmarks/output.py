@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,25 +57,23 @@ def finish(
 ) -> bool:
     """Writes the files that were asked for, and prints `text`. Each as far as it can: what took minutes to measure is
     not lost with one of them. True if all files were written."""
-    written = True
-
-    @contextlib.contextmanager
-    def told(name: str, file: Path) -> Iterator[None]:
-        nonlocal written
-        try:
-            yield
-        except Exception as error:  # whatever a picture fails with
-            written = False
-            print(f"--{name} {str(file)!r} can't be written: {type(error).__name__}: {error}", file=sys.stderr)
-
-    if options.json is not None:
-        with told("json", options.json):
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if draw is not None and options.plot is not None:
-        with told("plot", options.plot):
-            draw(result, options.plot)
+    files: list[tuple[str, Path | None, Callable[[Path], object]]] = [
+        ("json", options.json, lambda file: file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8"))
+    ]
+    if draw is not None:
+        files.append(("plot", options.plot, functools.partial(draw, result)))
+    written = [_is_written(name, file, write) for name, file, write in files if file is not None]
     say(text)
-    return written
+    return all(written)
+
+
+def _is_written(name: str, file: Path, write: Callable[[Path], object]) -> bool:
+    try:
+        write(file)
+    except Exception as error:  # whatever a picture fails with
+        print(f"--{name} {str(file)!r} can't be written: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def say(text: str) -> None:

@@ -110,9 +110,7 @@ def _verdict(rows: list[dict[str, Any]]) -> list[str]:
             )
     ahead = sorted((row for row in rows if not row["ours"] and median(row) < median(ours)), key=median)
     if ahead:
-        named = (
-            f"{row['name']} {median(row):.1f}{'' if is_apart(row, ours) else ' (within the spread)'}" for row in ahead
-        )
+        named = (f"{row['name']} {median(row):.1f}{unless_apart(row, ours)}" for row in ahead)
         lines.append(f"ahead of {ours['name']}: {', '.join(named)}")
     return [*lines, ""]
 
@@ -129,8 +127,9 @@ def is_apart(row: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(one["high"] < two["low"] or two["high"] < one["low"])
 
 
-def _told_apart(row: dict[str, Any], other: dict[str, Any]) -> str:
-    return "apart" if is_apart(row, other) else "within the spread"
+def unless_apart(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """What goes behind the difference of two rows."""
+    return "" if is_apart(row, other) else " (within the spread)"
 
 
 def why_below_bound(settings: dict[str, Any]) -> str:
@@ -237,12 +236,13 @@ def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
         if (other := others.get(row["name"])) is None:
             continue
         one, two = row["ms_per_step"], other["ms_per_step"]
+        told_apart = "apart" if is_apart(row, other) else "within the spread"
         cells.append(
             [
                 row["name"],
                 *(f"{one['median']:.2f}", interval(one, 2), f"{two['median']:.2f}", interval(two, 2)),
                 f"{two['median'] / one['median']:.3f}",
-                "one repeat" if len(one["raw"]) == len(two["raw"]) == 1 else _told_apart(row, other),
+                "one repeat" if len(one["raw"]) == len(two["raw"]) == 1 else told_apart,
             ]
         )
     left_out = [row["name"] for row in [*first["rows"], *second["rows"]] if row["name"] not in {c[0] for c in cells}]

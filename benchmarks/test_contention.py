@@ -38,7 +38,7 @@ def opened():
 def eventually(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
+        time.sleep(0.005)  # between two looks
     return condition()
 
 

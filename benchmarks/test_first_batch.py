@@ -37,20 +37,30 @@ def planted():
     return make
 
 
-def test_it_is_the_first_batch_that_counts(loader, planted):
+def test_it_is_the_first_batch_that_counts(planted, monkeypatch):
+    now = [0.0]  # passes only where something says so
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def image(index):
+        now[0] += 0.001
+        return torch.full((3, 32, 32), float(index))
+
+    loader = make_loader(image, 2, OPTIONS.steps)
+    loading = 2 * OPTIONS.steps * 0.001  # of all batches, since a planted row begins with that
+
     def slow_begin(batches):
-        time.sleep(0.05)
+        now[0] += 0.05
         yield from batches
 
     def slow_end(batches):
         yield batches[0]
-        time.sleep(0.2)
+        now[0] += 0.2
         yield from batches[1:]
 
-    for start, low, high in ((slow_begin, 0.05, 0.2), (slow_end, 0.0, 0.2)):
+    for start, expected in ((slow_begin, loading + 0.05), (slow_end, loading)):
         seconds = first_batch.measure([planted(start)], loader, TARGET, OPTIONS)
         assert set(map(len, seconds.values())) == {OPTIONS.repeats}
-        assert low <= min(seconds["gpuprefetch-planted"]) < high
+        assert seconds["gpuprefetch-planted"] == pytest.approx([expected] * OPTIONS.repeats)
 
 
 def test_wrong_batches_are_an_error(loader, planted):

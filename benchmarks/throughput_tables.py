@@ -10,7 +10,7 @@ import in_process  # noqa: F401  (registers the rows: so do the next two)
 import ours  # noqa: F401
 import peers  # noqa: F401
 from page_text import command, described, labelled, markdown, one_digit, paragraph, parts_alone, ranged, wrongly
-from report import is_apart, mebibytes, setting_line, why_below_bound
+from report import mebibytes, setting_line, unless_apart, why_below_bound
 from result_files import Unwritable, cells, find, read
 from rows import ROWS, rows_called, split_name
 
@@ -184,8 +184,7 @@ def windows_fix() -> str:
 def _over(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
     if row is None or other is None:
         return ""
-    quotient = f"{row['ms_per_step']['median'] / other['ms_per_step']['median']:.2f}"
-    return quotient + " (within the spread)" * (not is_apart(row, other))
+    return f"{row['ms_per_step']['median'] / other['ms_per_step']['median']:.2f}{unless_apart(row, other)}"
 
 
 def _ms_and_wrong(row: dict[str, Any] | None) -> str:

@@ -129,11 +129,7 @@ void DeviceCopier::set_ring(std::uintptr_t memory, std::size_t piece_bytes, cons
   }
   ring_ = events.empty() ? nullptr
                          : std::make_unique<PinnedRing>(reinterpret_cast<std::byte*>(memory), piece_bytes, events);
-}
-
-bool DeviceCopier::has_ring() {
-  const std::lock_guard<std::mutex> lock(ring_mutex_);
-  return ring_ != nullptr;
+  has_ring_ = ring_ != nullptr;
 }
 
 void DeviceCopier::remember(const c10::Storage& memory) {
@@ -243,7 +239,7 @@ void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& out
   for (std::size_t i = 0; i < sources.tensors.size(); ++i) {
     const at::Tensor* source = &sources.tensors[i];
     Rows rows = rows_of(*source, outputs.tensors[i]);
-    if (rows.count() > 1 && (rows.row_bytes() < kLeastRowBytes || !copier_->has_ring())) {
+    if (rows.count() > 1 && (rows.row_bytes() < kLeastRowBytes || !copier_->has_ring_)) {
       source = &dense.emplace_back(dense_like(*source, outputs.tensors[i]));
       rows = rows_of(*source, outputs.tensors[i]);
     }

@@ -59,13 +59,13 @@ class DeviceCopier {
   friend class Lane;
 
   void remember(const c10::Storage& memory);
-  bool has_ring();
 
   const c10::Stream stream_;
   MemcpyPool& pool_;
   std::mutex
       ring_mutex_;  // held while a batch goes through the ring: there is one bus, so batches gain nothing by sharing
   std::unique_ptr<PinnedRing> ring_;
+  std::atomic<bool> has_ring_{false};  // for who must not wait until the batch of another has gone through it
 
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   std::mutex handed_over_mutex_;

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_MOUNT = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 
 
-def granted_cpus(root: Path = _MOUNT, own: Path = _OWN) -> float | None:
+def granted_cpus(root: Path = MOUNT, own: Path = OWN) -> float | None:
     """CPUs' worth of time that the process's control groups are granted, v1 or v2; None without a limit."""
     granted = []
     for folder in control_groups("cpu", root, own):

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path, PurePath
 
-from gpuprefetch._control_groups import control_groups, read
+from gpuprefetch._control_groups import MOUNT, OWN, control_groups, read
 from gpuprefetch._environment import driver_library
 
 _LIMIT_SECONDS = 10.0
@@ -138,7 +138,7 @@ def commit_free_bytes() -> int | None:
     return int(status.free_commit)
 
 
-def container_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def container_free_bytes(root: Path = MOUNT, own: Path = OWN) -> int | None:
     """What the memory limits of the process's control groups leave, v1 or v2; None without a limit.
 
     File pages that were not used lately count as free: the kernel gives them up first.

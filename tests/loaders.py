@@ -84,7 +84,7 @@ def eventually(condition, seconds=10.0, collect=True):
             return True
         if time.monotonic() > end:
             return False
-        time.sleep(0.005)
+        time.sleep(0.005)  # between two looks
 
 
 def stands_in(name, thread, seconds=20.0):

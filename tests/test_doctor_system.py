@@ -158,6 +158,14 @@ def test_the_compiler(monkeypatch):
     assert _doctor_system.compiler(there.get) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["libgomp.so.1", "libgomp-a34b3233.so.1", "libiomp5md.dll", "libomp140.x86_64.dll", "vcomp140.dll"]
+)
+def test_what_is_an_openmp_library(name):
+    assert _doctor_system._OPENMP.match(name)
+    assert not _doctor_system._OPENMP.match(f"not{name}")
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="not asked there")
 def test_the_openmp_library_of_torch_is_seen():
     found = _doctor_system.openmp_runtimes()

@@ -340,7 +340,8 @@ def test_close_during_next_again_and_again(what, monkeypatch, before):
     monkeypatch.setattr("gpuprefetch._epoch._SLICE_SECONDS", 1e-4)
     wrong = []
     for _ in range(300):
-        p = PrefetchIterator(DataLoader(Ramp(3, hook=lambda i: time.sleep(2e-4)), batch_size=1), device="cpu")
+        load = Ramp(3, hook=lambda i: time.sleep(2e-4))  # load, so that close() comes before, in and behind next()
+        p = PrefetchIterator(DataLoader(load, batch_size=1), device="cpu")
         it, go = iter(p), threading.Barrier(2)
 
         def consume(it=it, go=go):

@@ -95,7 +95,7 @@ def test_exit_with_a_stuck_dataset_takes_bounded_time():
         def stand_here(i):
             if i:
                 reached.release()
-                time.sleep(3600)
+                time.sleep(3600)  # stuck
         reached = threading.Semaphore(0)
         p = PrefetchIterator(DataLoader(Ramp(9, hook=stand_here)), device="cpu")
         given_up, other = iter(p), iter(p)
@@ -123,13 +123,13 @@ def test_an_interrupt_reaches_a_waiting_consumer():
             signal.signal(signal.SIGBREAK, signal.default_int_handler)
         def hook(i):
             if i:
-                time.sleep(3600)
+                time.sleep(3600)  # stuck, until the interrupt
         def tell():
             while True:
                 frame = sys._current_frames()[threading.main_thread().ident]
                 if {"hook", "_wait"} & {frame.f_code.co_name for frame, _ in traceback.walk_stack(frame)}:
                     return print("waits", flush=True)
-                time.sleep(0.001)
+                time.sleep(0.001)  # between two looks; who started this has a limit
         def run(num_threads):
             for batch in PrefetchIterator(DataLoader(Ramp(9, hook=hook)), device="cpu", num_threads=num_threads):
                 threading.Thread(target=tell, daemon=True).start()
@@ -174,7 +174,7 @@ def test_an_epoch_that_a_dataset_begins_while_the_interpreter_ends_is_ended_too(
         def hook(i):
             entered.set()
             while not epoch._epoch._stopped:
-                time.sleep(0.001)
+                time.sleep(0.001)  # between two looks; the program has a limit
             for _ in PrefetchIterator(endless(), device="cpu"):
                 pass
 
@@ -325,7 +325,7 @@ def test_forked_children_end_and_iterate_anew():
                     os.kill(pid, 9)
                 sys.exit(f"hangs: {list(children.values())}")
             else:
-                time.sleep(0.01)
+                time.sleep(0.01)  # between two looks
         print([int(b[0, 0]) for b in it])
         """
     )

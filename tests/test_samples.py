@@ -796,8 +796,8 @@ def test_exit_during_an_epoch_and_with_threads_that_have_come_back(before):
                                       num_threads=4))
         warnings.simplefilter("ignore")
         stuck.close()
-        slow = iter(PrefetchIterator(DataLoader(Ramp(1000, hook=lambda i: time.sleep(0.01)), batch_size=4),
-                                     device="cpu", num_threads=4))
+        data = Ramp(1000, hook=lambda i: time.sleep(0.01))  # load
+        slow = iter(PrefetchIterator(DataLoader(data, batch_size=4), device="cpu", num_threads=4))
         next(slow)
         release.set()
         print("end")
