@@ -12,6 +12,8 @@ from target import headline
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 OURS, OTHERS, PARTS, BOUND = "#0072B2", "#999999", "#E69F00", "#D55E00"
+DARK = "#444444"
+BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 PART_LABELS = {
     "load": "load: make a batch on the host",
@@ -108,27 +110,28 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
         shown = timeline["shown_ms"]
         for position, name in enumerate(lanes):
             spans = timeline["lanes"][name]
-            colour = LANES[name][1]
+            colour, edge, ink, behind = LANES[name][1], "white", "white", None
             if name == "compute" and "busy" in timeline:
                 shades = colors.LinearSegmentedColormap.from_list("", ["white", colour])
                 extent = (0, shown, position + 0.4, position - 0.4)
                 axes.imshow([timeline["busy"]], extent=extent, aspect="auto", cmap=shades, vmin=0, vmax=1)
-                colour = "none"
+                colour, edge, ink, behind = "none", colour, DARK, BEHIND_TEXT
             axes.broken_barh(
                 [(start, max(end - start, NARROWEST * shown)) for _, start, end in spans],
                 (position - 0.4, 0.8),
                 facecolors=colour,
-                edgecolors="white",
+                edgecolors=edge,
                 linewidth=0 if name == "copy" else 0.5,
             )
             if name == "copy":  # one for each piece
                 continue
             for (number, start, end), (_, next_start, _) in itertools.pairwise([*spans, (0, 2 * shown, 0.0)]):
-                in_it, beside_it = ((start + end) / 2, "center", "white"), (end + shown / 300, "left", "#444444")
+                in_it, beside_it = ((start + end) / 2, "center", ink, behind), (end + shown / 300, "left", DARK, None)
                 is_wide = end - start > NUMBERED * shown
                 if is_wide or next_start - end > NUMBERED * shown:
-                    at, side, colour = in_it if is_wide else beside_it
-                    axes.text(at, position, number, ha=side, va="center", fontsize=7, color=colour, clip_on=True)
+                    at, side, colour, box = in_it if is_wide else beside_it
+                    font = {"fontsize": 7, "color": colour, "bbox": box}
+                    axes.text(at, position, number, ha=side, va="center", clip_on=True, **font)
         axes.set_yticks(range(len(lanes)), [LANES[name][0] for name in lanes], fontsize=8)
         axes.set_ylim(len(lanes) - 0.5, -0.5)
         axes.set_xlim(0, shown)
@@ -183,7 +186,7 @@ def _bars(
             textcoords="offset points",
             va="center",
             fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            bbox=BEHIND_TEXT,
             zorder=4,
         )
     axes.set_yticks(list(positions), labels, fontsize=8)

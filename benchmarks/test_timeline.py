@@ -101,12 +101,14 @@ def test_how_busy_the_device_was(monkeypatch):
     assert timeline._busy_shares([], 10.0, 1.0) == [0.0] * 4
 
 
-def test_clocks_are_read_where_the_coarse_one_goes_on(monkeypatch):
-    ticks = iter([7, 7, 7, 8])
-    monkeypatch.setattr(timeline.time, "time_ns", lambda: next(ticks))
-    before = time.perf_counter()
-    now, host = timeline._both_clocks()
-    assert now == 8 and before <= host <= time.perf_counter()
+def test_the_moment_is_one_that_nothing_came_between(monkeypatch, target):
+    """A clock of coarse steps, a try that was interrupted while clocks were read and one by a device that was busy."""
+    host = iter([0.0, 0.1, 0.2, 1.2, 10.0, 10.5, 20.0, 20.1, 20.2])
+    clock = iter([7, 7, 7, 8, 8, 9, 9, 9, 10])
+    monkeypatch.setattr(timeline, "CLOCK_TRIES", 3)
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: next(host), time_ns=lambda: next(clock)))
+    monkeypatch.setattr(target, "mark", lambda: "mark")
+    assert timeline._one_moment(target) == (20.1, 10, "mark")
 
 
 @pytest.mark.gpu

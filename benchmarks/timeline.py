@@ -20,6 +20,7 @@ ROWS = ("dataloader", "thread", "gpuprefetch")  # those that load in this proces
 BATCHES = 48
 SKIPPED = 16  # batches, until the queues have filled and the profiler has its memory
 SHOWN_STEPS = 4  # of the slowest row
+CLOCK_TRIES = 20
 SLOTS = 400  # of the time shown, for each of which is told how busy the device was
 
 Span = tuple[float, float]  # begin and end, in ms since the first batch shown was begun to be computed
@@ -76,8 +77,7 @@ def _trace(
     ):
         target.restore_intra_op_threads()
         target.synchronize()
-        profilers_origin, origin = _both_clocks()
-        origin_mark = target.mark()  # at the same moment: the device is idle
+        origin, profilers_origin, origin_mark = _one_moment(target)
         batches: Any = iter(source)
         for batch in itertools.islice(batches, BATCHES):
             before = target.mark()
@@ -146,12 +146,21 @@ def _device_activity(
     return sorted(map(seconds, calls)), sorted(map(seconds, copies)), sorted(map(seconds, kernels))
 
 
-def _both_clocks() -> tuple[int, float]:
-    """The profiler's and the host's, read where the first one goes on: under Windows in steps of up to 16 ms."""
-    before = time.time_ns()
-    while (now := time.time_ns()) == before:
-        pass
-    return now, time.perf_counter()
+def _one_moment(target: Target) -> tuple[float, int, Any]:
+    """By the host's clock, by the profiler's, and marked on the device, which is idle: of several tries the one that
+    nothing came between. The profiler's clock is read where it goes on: under Windows in steps of up to 16 ms."""
+    tries = []
+    for _ in range(CLOCK_TRIES):
+        seen = time.time_ns()
+        while True:
+            host, profilers = time.perf_counter(), time.time_ns()
+            if profilers != seen:
+                break
+        mark = target.mark()
+        target.synchronize()
+        tries.append((time.perf_counter() - host, host, profilers, mark))
+    _, host, profilers, mark = min(tries, key=lambda each: each[0])
+    return host, profilers, mark
 
 
 def _busy_shares(spans: list[Seconds], begin: float, slot: float) -> list[float]:
