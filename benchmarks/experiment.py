@@ -132,7 +132,7 @@ def run(
                 "wrong_repeats": [
                     repeat
                     for repeat, (epoch, transport) in enumerate(zip(epochs[row.name], transports, strict=True))
-                    if not epoch.checksum.agrees(transport.checksum)
+                    if epoch.checksum != transport.checksum
                 ],
             }
             for row in rows

@@ -79,7 +79,7 @@ def test_the_bound_is_the_longest_of_what_can_not_overlap(parts, bound):
 
 def test_what_is_compared_is_of_one_repeat(target):
     class Epoch:
-        checksum = type("", (), {"agrees": lambda self, other: True})()
+        checksum = None
 
         def __init__(self, seconds):
             self.step_seconds = seconds
