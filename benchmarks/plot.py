@@ -148,8 +148,10 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
             told += "Lowest lane: the darker, the more of a moment the device was busy; white is one that waits.\n"
         else:
             told += "A gap in the lowest lane is a device that waits for data; waits within a step don't show.\n"
-        told += "stage ends when a batch's last copy is queued: from ordinary memory that waits for the device.\n"
-        panels[-1].set_xlabel(told + "Seen by a profiler, beside which steps take longer than otherwise.")
+        if any("stage" in timeline["lanes"] for timeline in timelines):  # else there was no device to trace
+            told += "stage ends when a batch's last copy is queued: from ordinary memory that waits for the device.\n"
+            told += "Seen by a profiler, beside which steps take longer than otherwise."
+        panels[-1].set_xlabel(told.rstrip("\n"))
 
 
 def _title(result: dict[str, Any]) -> str:

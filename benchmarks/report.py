@@ -203,6 +203,7 @@ def table(result: dict[str, Any]) -> str:
         lines += [
             "waited: share of the time in which the device had no step to work on, as the next batch was not there;",
             f"  with batches that are on the device already it is {result['compute_waited_share']['median']:.0%}.",
+            "  Waits within a step, for launches beside a thread that holds the GIL, are in x compute.",
         ]
     lines += [
         "first ms: from iter() until the first batch is on the device; steady: ms a step after that.",

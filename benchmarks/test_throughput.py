@@ -445,6 +445,16 @@ def test_an_epoch_of_parts_in_portions_is_that_at_once(loader, target):
     assert whole.result().checksum == time_epoch(loader, STEPS, Wait(0.0), target, False).checksum
 
 
+def test_a_machine_that_did_something_else_is_said():
+    def ms(low, high):
+        return {"low": low, "high": high}
+
+    parts = {"load": ms(0.82, 90.19), "stage": ms(0.4, 0.9), "copy": ms(2.0, 2.9), "compute": ms(8.0, 11.0)}
+    measured = {"rows": [{"ms_per_step": {"median": median}} for median in (9.0, 6.5)], "parts_ms": parts}
+    (note,) = throughput.disturbed(measured)  # stage makes no difference to a step, the others did not move that far
+    assert note.startswith("load took 0.8 to 90.2 ms alone: something else was at work")
+
+
 def test_the_parts_of_the_bound_are_the_least_of_each_batch():
     """Batches that differ keep their mean, and what a slow second added in some repeat is left out."""
     compute = SimpleNamespace(step_seconds=5.0)

@@ -34,6 +34,7 @@ from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, find_images, make_loader, 
 FORMAT = 2  # of --json
 STEPS = ("kernels", "python", "resnet50", "resnet50-graph", "convnet", "convnet-graph", "none")
 COUNTS = (4, 8)  # threads or processes, without --threads
+DISTURBED = 1.5  # the most that a part takes over the least, on a machine that does nothing else
 THREADS_ROWS = ("dataloader", "gpuprefetch", "gpuprefetchN", "workersN")  # with --threads and no --loaders
 
 
@@ -158,6 +159,17 @@ def choose_rows(wanted: list[Row], target: Target) -> tuple[list[Row], list[dict
     return chosen, left_out
 
 
+def disturbed(measured: dict[str, Any]) -> list[str]:
+    """A note for each part that moved so far between repeats that rows may have done so too."""
+    fastest = min(row["ms_per_step"]["median"] for row in measured["rows"])
+    return [
+        f"{name} took {part['low']:.1f} to {part['high']:.1f} ms alone: something else was at work on this machine, so "
+        "these figures say little"
+        for name, part in measured["parts_ms"].items()
+        if part["high"] > DISTURBED * part["low"] and part["high"] - part["low"] > fastest / 10
+    ]
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The whole result, as `--json` writes it."""
     target = find_target(options.device)
@@ -180,7 +192,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             plan.notes.append(f"no timeline: {type(error).__name__}: {error}")
 
     environment = describe(target)
-    notes = list(plan.notes)
+    notes = [*plan.notes, *disturbed(measured)]
     if environment["cuda_launch_blocking"]:
         notes.append("CUDA_LAUNCH_BLOCKING=1 is set: every copy and kernel waits, so nothing can overlap")
     if options.workload == "jpeg":
