@@ -119,7 +119,7 @@ def main() -> None:
     for name, milliseconds_each in times.items():
         print(f"{name}: {statistics.median(milliseconds_each):.1f} ms a step (median of {epochs} epochs)")
     if device.type == "cpu":
-        print("On a CPU both nets share the cores, so there is nothing to overlap: it may even take longer.")
+        print("On a CPU both nets share the cores, so this says nothing of what a GPU gains: it may even take longer.")
 
 
 if __name__ == "__main__":

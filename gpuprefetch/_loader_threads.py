@@ -29,7 +29,7 @@ _SLEEPS_BRIEFLY = sys.platform != "win32" or sys.version_info >= (3, 11)
 class LoaderThreadEpoch(Epoch):
     """num_threads=1: loads on a thread of its own, at most ``prefetch_batches`` ahead of the consumer."""
 
-    _ADVICE = "; num_threads=0 runs the dataset on the calling thread"
+    _ADVICE = "; num_threads=0 of PrefetchIterator runs the dataset on the calling thread"
 
     def __init__(
         self, source: Source, lane: Lane, timeout: float, environment: Environment, prefetch_batches: int
@@ -113,7 +113,7 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
     may keep for a switch interval each: the consumer would wait for that N times before its first batch.
     """
 
-    _ADVICE = "; several threads share the dataset, and num_threads=1 is one"
+    _ADVICE = "; several threads share the dataset, and num_threads=1 of PrefetchIterator is one"
 
     def __init__(
         self,

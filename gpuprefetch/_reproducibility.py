@@ -47,10 +47,10 @@ def verify_reproducibility(
     """True if runs from one seed agree bit for bit: the batches of a loader, and a small training step on the device.
 
     For each number of threads the first epoch of ``PrefetchIterator(loader, seed=seed)`` is loaded twice, each time
-    with other states of the global generators. All batches are compared with those of the very first run: structure,
-    types, shapes and bytes; of each run only digests are kept. It stops at the first difference. The training step is a
-    small convolutional network, trained twice for five steps under the flags as they are (see ``set_seed``); it is not
-    yours.
+    with other states of the global generators, and at least as many batches ahead as there are threads. All batches are
+    compared with those of the very first run: structure, types, shapes and bytes; of each run only digests are kept. It
+    stops at the first difference. The training step is a small convolutional network, trained twice for five steps
+    under the flags as they are (see ``set_seed``); it is not yours.
 
     The global generators of Python, NumPy, the CPU and CUDA, and the torch generators that the loader and its sampler
     hold, are afterwards as they were. A dataset that keeps state of its own has moved on.
@@ -86,7 +86,13 @@ def verify_reproducibility(
     if max(counts) > 1 and reason is not None:
         say(f"num_threads above 1 are tried as 1, since one thread iterates this loader: {reason}")
         counts = list(dict.fromkeys(min(count, 1) for count in counts))
-    runs = SeededRuns(loader, chosen, skip_keys, seed, max_batches)
+    prefetch_batches = 1 if wrapper is None else wrapper._prefetch_batches
+    runs = SeededRuns(loader, chosen, skip_keys, prefetch_batches, seed, max_batches)
+    if runs.own_generators():
+        say(
+            "the loader draws from a generator of its own, which begins alike in each run here: seed does not reach "
+            "it, and set_epoch does not put it where it was in that epoch"
+        )
     with global_generators_kept(chosen):
         batches_agree = _batches_agree(runs, counts, say)
         steps_agree = _steps_agree(chosen, say)

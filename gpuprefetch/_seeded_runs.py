@@ -26,11 +26,13 @@ class SeededRuns:
         loader: DataLoader[Any],
         device: torch.device,
         skip_keys: Collection[Any],
+        prefetch_batches: int,
         seed: int,
         max_batches: int,
     ) -> None:
         self._loader = loader
         self._device = device
+        self._prefetch_batches = prefetch_batches
         self._skip_keys = skip_keys
         self._seed = seed
         self._max_batches = max_batches
@@ -44,7 +46,13 @@ class SeededRuns:
             self._begun(),
             emptied_caches(self._loader.dataset),  # else later runs would be given what this one has loaded
             PrefetchIterator(
-                self._loader, self._device, num_threads=num_threads, skip_keys=self._skip_keys, seed=self._seed
+                self._loader,
+                self._device,
+                # However few samples a batch has, all threads are at work, and meet each other.
+                prefetch_batches=max(self._prefetch_batches, num_threads),
+                num_threads=num_threads,
+                skip_keys=self._skip_keys,
+                seed=self._seed,
             ) as batches,
         ):
             yield self._limited(batches)
@@ -77,7 +85,7 @@ class SeededRuns:
         numpy.random.seed(number)
         torch.default_generator.manual_seed(number)
         before = _global_states()
-        states = [(generator, generator.get_state()) for generator in self._generators()]
+        states = [(generator, generator.get_state()) for generator in self.own_generators()]
         try:
             yield
         finally:
@@ -85,7 +93,8 @@ class SeededRuns:
             for generator, state in states:
                 generator.set_state(state)
 
-    def _generators(self) -> list[torch.Generator]:
+    def own_generators(self) -> list[torch.Generator]:
+        """Those that the loader and its samplers hold."""
         batch_sampler = self._loader.batch_sampler
         owners = [self._loader, self._loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
         found = [getattr(owner, "generator", None) for owner in owners]

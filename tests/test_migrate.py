@@ -110,6 +110,19 @@ def launcher():
 
 
 @pytest.mark.process
+def test_a_name_that_python_no_longer_has_is_put_back(tmp_path, run):
+    """FastReID's own build.py imports it so; the launcher alone fails there."""
+    build = tmp_path / "fastreid" / "data" / "build.py"
+    build.write_text("from collections import Mapping\n" + build.read_text())
+    (put_back,) = [block for block in blocks("FastReID") if "Mapping" in block]
+    (tmp_path / "launch.py").write_text(put_back + "\n".join(launcher()))
+    assert run("launch.py", "tools/train_net.py", "--num-workers", "2")[0].startswith("gpuprefetch._dataloader_x ")
+    (tmp_path / "launch.py").write_text("\n".join(launcher()))
+    with pytest.raises(AssertionError, match="cannot import name 'Mapping' from 'collections'"):
+        run("launch.py", "tools/train_net.py", "--num-workers", "2")
+
+
+@pytest.mark.process
 def test_the_launcher_and_the_way_back(tmp_path, run):
     (tmp_path / "launch.py").write_text("\n".join(launcher()))
     batches = ["[0, 1, 2] 0.jpg 1.jpg 2.jpg", "[3, 4, 5] 3.jpg 4.jpg 5.jpg", "[6, 0, 1] 6.jpg 0.jpg 1.jpg"]

@@ -287,8 +287,9 @@ def test_nothing_is_printed_when_not_wanted(capsys):
 def test_a_loader_with_a_generator_of_its_own_begins_alike_in_each_run(capsys):
     generator = torch.Generator().manual_seed(3)
     before = generator.get_state()
-    verdict, _ = verify(None, capsys, loader=DataLoader(Augmented(), 4, shuffle=True, generator=generator))
+    verdict, lines = verify(None, capsys, loader=DataLoader(Augmented(), 4, shuffle=True, generator=generator))
     assert verdict is True
+    assert lines[0].startswith("the loader draws from a generator of its own, which begins alike in each run here")
     assert torch.equal(generator.get_state(), before)
 
 
@@ -359,6 +360,27 @@ def test_a_shared_file_handle(count, capsys):
     assert lines[3].startswith("  content: several threads use what the dataset or collate_fn holds, and disturb each")
     assert lines[3].endswith("docs/slow-datasets.md shows, or use num_threads of 0 or 1")
     assert lines[-1] == "NOT reproducible"
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+@pytest.mark.parametrize("count", [4, 8])
+def test_all_threads_are_at_work_however_small_a_batch_is(batch_size, count, capsys):
+    class Meets(Ramp):
+        def __init__(self):
+            super().__init__(N)
+            self.meeting = threading.Barrier(count)
+            self.invitations = [None] * count
+
+        def __getitem__(self, i):
+            if threading.current_thread().name.startswith("gpuprefetch-sample"):
+                with contextlib.suppress(IndexError):
+                    self.invitations.pop()
+                    self.meeting.wait(30)
+            return super().__getitem__(i)
+
+    dataset = Meets()
+    verdict, lines = verify(None, capsys, loader=DataLoader(dataset, batch_size), counts=(0, count))
+    assert (verdict, dataset.meeting.broken) == (True, False), lines
 
 
 def test_without_a_run_on_one_thread_several_causes_are_named(capsys):

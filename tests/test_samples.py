@@ -358,7 +358,7 @@ def test_an_error_comes_at_its_batch(at, before):
     if HAS_NOTES:
         (note,) = caught.value.__notes__
         assert f"at batch {at // 4}, in thread 'gpuprefetch-sample-" in note
-        assert "several threads share the dataset, and num_threads=1 is one" in note
+        assert "several threads share the dataset, and num_threads=1 of PrefetchIterator is one" in note
 
 
 def test_of_two_errors_the_first_in_the_batch_is_raised(before):
