@@ -77,8 +77,20 @@ class Source {
   std::size_t position_ = 0;
 };
 
-// So many threads that copy a share each, all at once: what the memory gives.
-double memcpy_seconds(int threads, std::size_t bytes, Source& source, std::vector<std::byte>& target) {
+using Copy = void (*)(std::byte* to, const std::byte* from, std::size_t bytes);
+
+void by_memcpy(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
+// A pool without threads leaves its way of copying to the caller.
+void as_the_pool(std::byte* to, const std::byte* from, std::size_t bytes) {
+  MemcpyPool pool(0);
+  MemcpyPool::Job job;
+  job.copies.push_back({to, from, bytes});
+  pool.finish(job);
+}
+
+// So many threads that copy a share each, all at once: what threads and memory give, without a queue or a bus.
+double shares_seconds(Copy copy, int threads, std::size_t bytes, Source& source, std::vector<std::byte>& target) {
   const std::byte* from = source.next(bytes);
   const std::size_t share = bytes / static_cast<std::size_t>(threads);
   std::atomic<int> waiting{0};
@@ -90,7 +102,7 @@ double memcpy_seconds(int threads, std::size_t bytes, Source& source, std::vecto
       ++waiting;
       while (!go) std::this_thread::yield();
       const std::size_t begin = static_cast<std::size_t>(i) * share;
-      std::memcpy(target.data() + begin, from + begin, share);
+      copy(target.data() + begin, from + begin, share);
       ends[static_cast<std::size_t>(i)] = Clock::now();
     });
   }
@@ -123,7 +135,7 @@ int main(int argc, char** argv) {
     PinnedRing ring(memory.data(), kPiece, events);
     Bus bus(rate, call);
     std::vector<std::byte> target(bytes, std::byte{1});
-    std::string took, first, alone;
+    std::string took, first, plain, alike;
     for (int repeat = -1; repeat < repeats; ++repeat) {
       std::this_thread::sleep_for(kPause);  // as in a training loop: nobody is awake, and the bus is idle
       bus.begin();
@@ -131,16 +143,19 @@ int main(int argc, char** argv) {
       staged_copy({Destination{nullptr, bytes, {Extent{source.next(bytes), 0, bytes}}}}, ring, pool, bus);
       const double end = seconds(bus.free() - begun);
       std::this_thread::sleep_until(bus.free());
-      const double plain = memcpy_seconds(threads, bytes, source, target);
+      const double by_plain = shares_seconds(by_memcpy, threads, bytes, source, target);
+      const double by_pool = shares_seconds(as_the_pool, threads, bytes, source, target);
       if (repeat < 0) continue;  // first touch
       const char* comma = repeat > 0 ? ", " : "";
       took += comma + std::to_string(end * 1e6);
       first += comma + std::to_string(seconds(bus.first() - begun) * 1e6);
-      alone += comma + std::to_string(plain * 1e6);
+      plain += comma + std::to_string(by_plain * 1e6);
+      alike += comma + std::to_string(by_pool * 1e6);
     }
     std::printf(
-        "{\"threads\": %d, \"bytes\": %zu, \"copies\": %d, \"us\": [%s], \"first_us\": [%s], \"memcpy_us\": [%s]}\n",
-        threads, bytes, bus.copies(), took.c_str(), first.c_str(), alone.c_str());
+        "{\"threads\": %d, \"bytes\": %zu, \"copies\": %d, \"us\": [%s], \"first_us\": [%s], \"memcpy_us\": [%s], "
+        "\"alone_us\": [%s]}\n",
+        threads, bytes, bus.copies(), took.c_str(), first.c_str(), plain.c_str(), alike.c_str());
     std::fflush(stdout);
   }
 }

@@ -4,7 +4,7 @@
 
 Compiles csrc's staging with staging.cpp, so it needs a C++ compiler (CXX, else c++) and no device. Each batch comes
 after a pause, as in a training loop: the threads sleep and the bus is idle. Beside it the same number of threads copies
-the same bytes by memcpy alone, begun together, which is what the memory gives.
+the same bytes, a share each and begun together, by memcpy and as the pool does: what threads and memory give.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(program: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         for line in printed.splitlines():
             raw = json.loads(line)
-            row = {name: figure(raw.pop(name)) for name in ("us", "first_us", "memcpy_us")}
+            row = {name: figure(raw.pop(name)) for name in ("us", "first_us", "memcpy_us", "alone_us")}
             rows.append({**raw, **row})
     return rows
 
@@ -58,13 +58,14 @@ def gb_per_s(row: dict[str, Any], name: str) -> float:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    lines = ["    MiB  threads  copies       us  [min .. max]          GB/s  first us  memcpy alone GB/s"]
+    lines = ["    MiB  threads  copies       us  [min .. max]          GB/s  first us  alone GB/s  memcpy GB/s"]
     for row in result["rows"]:
         took = row["us"]
         interval = f"[{took['low']:.0f} .. {took['high']:.0f}]"
         lines.append(
             f"{row['bytes'] / 2**20:7.2f}  {row['threads']:7}  {row['copies']:6}  {took['median']:7.0f}  {interval:18}"
-            f"  {gb_per_s(row, 'us'):6.1f}  {row['first_us']['median']:8.0f}  {gb_per_s(row, 'memcpy_us'):17.1f}"
+            f"  {gb_per_s(row, 'us'):6.1f}  {row['first_us']['median']:8.0f}  {gb_per_s(row, 'alone_us'):10.1f}"
+            f"  {gb_per_s(row, 'memcpy_us'):11.1f}"
         )
     return lines
 

@@ -18,7 +18,7 @@ def test_a_run(tmp_path, capsys):
         (threads, size) for threads in (1, 2) for size in (256 << 10, 4 << 20)
     ]
     for row in result["rows"]:
-        assert len(row["us"]["raw"]) == len(row["memcpy_us"]["raw"]) == 2
+        assert len(row["us"]["raw"]) == len(row["memcpy_us"]["raw"]) == len(row["alone_us"]["raw"]) == 2
         assert row["us"]["low"] >= row["bytes"] / 2e9 * 1e6 + row["first_us"]["low"] > 0  # the bus takes that long
         assert (row["copies"] == 1) == (row["bytes"] == 256 << 10)
     out = capsys.readouterr().out.splitlines()
