@@ -100,6 +100,51 @@ at::Tensor dense_like(const at::Tensor& source, const at::Tensor& output) {
   return dense.copy_(source);
 }
 
+// What copy_batch() takes.
+struct Copies {
+  std::vector<Destination> staged, pinned;
+  std::vector<at::Tensor> dense;  // keeps what torch made dense until it has been read
+};
+
+Copies copies_of(const Sources& sources, const Layout& layout, const Outputs& outputs, bool has_ring) {
+  Copies copies;
+  for (std::size_t i = 0; i < layout.storages.size(); ++i) {
+    auto* const begin = static_cast<std::byte*>(outputs.storages[i].mutable_data_ptr());
+    copies.staged.push_back(Destination{begin, layout.storages[i].bytes, {}});
+  }
+  auto place = layout.places.begin();
+  for (std::size_t i = 0; i < sources.tensors.size(); ++i, ++place) {
+    const at::Tensor* source = &sources.tensors[i];
+    Rows rows = rows_of(*source, outputs.tensors[i]);
+    if (rows.count() > 1 && (rows.row_bytes() < kLeastRowBytes || !has_ring)) {
+      source = &copies.dense.emplace_back(dense_like(*source, outputs.tensors[i]));
+      rows = rows_of(*source, outputs.tensors[i]);
+    }
+    Destination& destination = copies.staged[place->storage];
+    if (destination.extents.empty()) destination.extents.reserve(rows.count());
+    const std::byte* const begin = address_of(*source);
+    std::size_t offset = place->offset;
+    rows.each([&](std::size_t from) {
+      destination.extents.push_back(Extent{begin + from, offset, rows.row_bytes()});
+      offset += rows.row_bytes();
+    });
+    // To ask costs a call of the driver. A small one is staged in any case, so that nobody has to wait until its copy
+    // has run.
+    if (rows.count() == 1 && rows.row_bytes() > kSmallLeafBytes && is_pinned(*source)) {
+      copies.pinned.push_back(std::exchange(destination, {}));
+    }
+  }
+  for (const auto& samples : sources.stacks) {
+    std::size_t offset = place->offset;
+    for (const auto& sample : samples) {
+      copies.staged[place->storage].extents.push_back(Extent{address_of(sample), offset, sample.nbytes()});
+      offset += sample.nbytes();
+    }
+    ++place;
+  }
+  return copies;
+}
+
 }  // namespace
 
 bool is_plain(const at::Tensor& tensor) {
@@ -229,49 +274,14 @@ void Lane::hand_over(std::int64_t batch, const std::vector<at::Tensor>& held) {
 }
 
 void Lane::copy(const Sources& sources, const Layout& layout, const Outputs& outputs, Event ready, bool finish) {
-  std::vector<Destination> staged, pinned;
-  for (std::size_t i = 0; i < layout.storages.size(); ++i) {
-    auto* const begin = static_cast<std::byte*>(outputs.storages[i].mutable_data_ptr());
-    staged.push_back(Destination{begin, layout.storages[i].bytes, {}});
-  }
-  std::vector<at::Tensor> dense;  // keeps what torch made dense until it has been read
-  auto place = layout.places.begin();
-  for (std::size_t i = 0; i < sources.tensors.size(); ++i) {
-    const at::Tensor* source = &sources.tensors[i];
-    Rows rows = rows_of(*source, outputs.tensors[i]);
-    if (rows.count() > 1 && (rows.row_bytes() < kLeastRowBytes || !copier_->has_ring_)) {
-      source = &dense.emplace_back(dense_like(*source, outputs.tensors[i]));
-      rows = rows_of(*source, outputs.tensors[i]);
-    }
-    Destination& destination = staged[place->storage];
-    const std::byte* const begin = address_of(*source);
-    std::size_t offset = place->offset;
-    if (destination.extents.empty()) destination.extents.reserve(rows.count());
-    rows.each([&](std::size_t from) {
-      destination.extents.push_back(Extent{begin + from, offset, rows.row_bytes()});
-      offset += rows.row_bytes();
-    });
-    ++place;
-    // Asked before the ring is taken, for which others wait: the driver answers. A small one is staged in any case, so
-    // nobody has to ask, nor to wait until its copy has run.
-    if (rows.count() == 1 && rows.row_bytes() > kSmallLeafBytes && is_pinned(*source)) {
-      pinned.push_back(std::exchange(destination, {}));
-    }
-  }
-  for (const auto& samples : sources.stacks) {
-    std::size_t offset = place->offset;
-    for (const auto& sample : samples) {
-      staged[place->storage].extents.push_back(Extent{address_of(sample), offset, sample.nbytes()});
-      offset += sample.nbytes();
-    }
-    ++place;
-  }
+  // Before the ring is taken, for which others wait.
+  Copies copies = copies_of(sources, layout, outputs, copier_->has_ring_);
 
   StreamEngine engine(copier_->stream_);
   std::unique_lock<std::mutex> lock(copier_->ring_mutex_);
   try {
     const bool reads_sources =
-        copy_batch(std::move(pinned), std::move(staged), copier_->ring_.get(), copier_->pool_, engine);
+        copy_batch(std::move(copies.pinned), std::move(copies.staged), copier_->ring_.get(), copier_->pool_, engine);
     engine.record(ready);
     engine.flush();
     lock.unlock();
