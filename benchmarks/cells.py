@@ -22,7 +22,7 @@ STEPS = ("kernels", "resnet50")
 ROWS = "dataloader,pinned,windows-fix,apex,background,fastreid,thread,gpuprefetch,gpuprefetch0,timm,workers4,workers8"
 ROWS += ",gpuprefetch8,gpuprefetch-x,gpuprefetch-workers8,nodes8,spdl8"
 FEW_CORES_ROWS = "dataloader,pinned,gpuprefetch,gpuprefetch0"
-# 15, 4 and 2 divide them. Processes make whole batches, so that of 50 steps the last 5 would leave 10 of 15 idle.
+# 15 and 4 divide them. Processes make whole batches, so that of 50 steps the last 5 would leave 10 of 15 idle.
 THREADS_STEPS = 60
 # What was measured before there was throughput.py (results/earlier.json): workload, batch size, steps, rows.
 EARLIER = (
@@ -50,10 +50,10 @@ def cells() -> dict[str, list[str]]:
         made[f"earlier-{workload}{'-sync' * sync}"] = arguments
     for decoder in DECODERS:
         arguments = ["--workload", "jpeg", "--decoder", decoder, "--batch-size", "64", "--steps", str(THREADS_STEPS)]
-        arguments += ["--repeats", "3"]
-        made[f"threads-{decoder}-loading"] = [*arguments, "--step", "none", "--threads", "1,2,4,8,15"]
+        arguments += ["--repeats", "3", "--threads", "4,8,15"]
+        made[f"threads-{decoder}-loading"] = [*arguments, "--step", "none"]  # with those that load with one
         for step in ("resnet50", "resnet50-graph"):
-            made[f"threads-{decoder}-{step}"] = [*arguments, "--step", step, "--threads", "4,8,15"]
+            made[f"threads-{decoder}-{step}"] = [*arguments, "--step", step, "--loaders", "gpuprefetchN,workersN"]
     return made
 
 
