@@ -158,7 +158,9 @@ bool is_plain(const at::Tensor& tensor) {
 
 bool can_gather(const std::vector<at::Tensor>& samples) {
   for (const auto& sample : samples) {
-    if (!is_plain(sample) || !sample.is_contiguous() || sample.sizes() != samples.front().sizes() ||
+    // Samples of one pixel may be contiguous and channels_last, and then their stack has the strides of the latter.
+    if (!is_plain(sample) || !sample.is_contiguous() ||
+        sample.suggest_memory_format() != c10::MemoryFormat::Contiguous || sample.sizes() != samples.front().sizes() ||
         sample.scalar_type() != samples.front().scalar_type()) {
       return false;
     }

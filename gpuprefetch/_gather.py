@@ -43,7 +43,11 @@ def gathering(collate: Callable[[Any], Any], can_gather: Callable[[list[torch.Te
         functions = _utils.collate.default_collate_fn_map
         if functions.get(torch.Tensor) is not _stack or type(samples) is not list or not samples:
             return collate(samples)
-        if not _is_simple(samples[0], _registered(functions)):
+        try:
+            is_simple = _is_simple(samples[0], _registered(functions))
+        except TypeError:  # registered for what isinstance() does not take: torch may come by without asking it
+            is_simple = False
+        if not is_simple:
             return collate(samples)
         return _utils.collate.collate(samples, collate_fn_map={**functions, torch.Tensor: stack_or_gather})
 
@@ -79,4 +83,7 @@ def _is_simple(sample: Any, registered: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _is_namedtuple(kind: Any) -> bool:
-    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
+    """As ``collections.namedtuple`` makes them, in a namespace of that name. A ``__new__`` of the user's may look at
+    what it is given."""
+    namespace = getattr(kind.__new__, "__globals__", {}).get("__name__", "")
+    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and namespace.startswith("namedtuple_")

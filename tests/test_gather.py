@@ -3,6 +3,7 @@
 import collections
 import collections.abc
 import functools
+import itertools
 import types
 import typing
 import warnings
@@ -34,6 +35,21 @@ class Checked(Pair):
     def __new__(cls, x, y):
         assert isinstance(x, torch.Tensor)
         return super().__new__(cls, x, y)
+
+
+class Fields(tuple):
+    """Not made by namedtuple(), though it looks so."""
+
+    __slots__ = ()
+    _fields = ("x",)
+
+    def __new__(cls, x):
+        assert isinstance(x, torch.Tensor)
+        return super().__new__(cls, (x,))
+
+
+Doubled = collections.namedtuple("Doubled", "x y")
+Doubled.__new__ = functools.wraps(Doubled.__new__)(lambda cls, x, y: tuple.__new__(cls, (x * 2, y)))
 
 
 class Sub(torch.Tensor):
@@ -87,6 +103,8 @@ SAMPLES = {
     "numbers": (0, lambda i: (i, float(i), "s", b"b")),
     "transposed": (0, lambda i: image(i).transpose(1, 2)),
     "channels_last": (0, lambda i: image(i)[None].to(memory_format=torch.channels_last)),
+    "grey": (1, lambda i: image(i).reshape(64, 32, 1).permute(2, 0, 1)),  # its strides are unusual, not its bytes
+    "channels_last, of one pixel": (0, lambda i: torch.ones(2, 2048, 1, 1).to(memory_format=torch.channels_last)),
     "expanded": (0, lambda i: torch.ones(1).expand(4096)),
     "conjugated": (0, lambda i: image(i).to(torch.complex64).conj()),
     "requires grad": (0, lambda i: image(i).requires_grad_()),
@@ -102,6 +120,8 @@ SAMPLES = {
     "deque": (0, lambda i: collections.deque([image(i), i])),
     "inside a dict subclass": (0, lambda i: (1, Bag(a=image(i)))),
     "namedtuple that checks": (0, lambda i: Checked(image(i), i)),
+    "a tuple with fields": (0, lambda i: Fields(image(i))),
+    "namedtuple with a __new__ put in": (0, lambda i: Doubled(image(i), i)),
     "empty": (0, lambda i: torch.ones(0, 8)),
 }
 
@@ -113,6 +133,26 @@ def test_a_gathered_batch_is_the_collated_one(name):
     got = gathered(samples)
     same(got[1], default_collate(samples))
     assert got[0] == stacks
+
+
+def test_no_sample_is_gathered_whose_stack_has_strides_of_its_own():
+    """A dimension of size 1 may have any stride: all that are contiguous, up to five dimensions."""
+    can_gather = extension().can_gather
+    gathered_layouts, others = 0, 0
+    for sizes in itertools.chain.from_iterable(itertools.product((1, 2, 3), repeat=d) for d in range(1, 6)):
+        usual = torch.empty(sizes).stride()
+        choices = [
+            (stride, 1, 2, torch.Size(sizes).numel()) if size == 1 else (stride,)
+            for size, stride in zip(sizes, usual, strict=True)
+        ]
+        for strides in set(itertools.product(*choices)):
+            sample = torch.empty(500).as_strided(sizes, strides)
+            if can_gather([sample, sample]):
+                gathered_layouts += 1
+                assert torch.stack([sample, sample]).stride() == torch.empty(2, *sizes).stride(), strides
+            else:
+                others += 1
+    assert gathered_layouts > 20 * others > 0
 
 
 FAULTS = {
@@ -203,6 +243,15 @@ def test_a_registered_function_that_poses_as_torchs_own_finds_tensors(monkeypatc
 
     monkeypatch.setitem(collate.default_collate_fn_map, np.ndarray, double)
     samples = [image(i).numpy() for i in range(3)]
+    stacks, got = gathered(samples)
+    same(got, default_collate(samples))
+    assert stacks == 0
+
+
+def test_a_registration_that_isinstance_does_not_take(monkeypatch):
+    """torch finds tensors by their exact type before it asks."""
+    monkeypatch.setitem(torch.utils.data._utils.collate.default_collate_fn_map, list[int], lambda batch, **_: batch)
+    samples = [image(i) for i in range(3)]
     stacks, got = gathered(samples)
     same(got, default_collate(samples))
     assert stacks == 0

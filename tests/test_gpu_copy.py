@@ -610,9 +610,10 @@ def test_device_cpu_brings_tensors_back_complete(threads, spin):
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_batches_that_are_pinned_already(threads, noise):
+@pytest.mark.parametrize("collate", [None, torch.stack], ids=["gathered, so there is nothing to pin", "stacked"])
+def test_batches_that_are_pinned_already(collate, threads, noise):
     samples = [noise[i * 1000 :][:MIB] for i in range(24)]
-    loader = DataLoader(samples, batch_size=4, pin_memory=True)
+    loader = DataLoader(samples, batch_size=4, pin_memory=True, collate_fn=collate)
     out = list(PrefetchIterator(loader, device="cuda", num_threads=threads))
     assert [x.shape for x in out] == [(4, MIB)] * 6
     for k, x in enumerate(out):
