@@ -101,7 +101,7 @@ def _to(source: Source, target: Target) -> Opened:
 @method(
     "pin_memory()",
     "tensor.pin_memory().to(device, non_blocking=True), out of memory that torch has pinned before",
-    ("pageable", "gathered", "strided", "leaves"),
+    ("pageable", "gathered", "strided", "short rows", "leaves"),
 )
 def _pin_memory(source: Source, target: Target) -> Opened:
     def copy() -> Copied:
@@ -118,7 +118,7 @@ def _pin_memory(source: Source, target: Target) -> Opened:
 @method(
     "kept pinned",
     "buffer.copy_(tensor), then buffer.to(device, non_blocking=True), with a pinned buffer that is kept",
-    ("pageable", "gathered", "strided", "leaves"),
+    ("pageable", "gathered", "strided", "short rows", "leaves"),
 )
 def _kept_pinned(source: Source, target: Target) -> Opened:
     buffers = [_pinned_like(host, target) for host in source.collated()]

@@ -10,6 +10,7 @@ from torch.utils.data import default_collate
 
 SAMPLES = 64
 LEAVES = 200
+SHORT_ROW_BYTES = 64
 WORD_BYTES = 8  # all is made of 64-bit integers, which are equal where their bytes are; floats are not always
 
 SOURCES = {
@@ -17,6 +18,7 @@ SOURCES = {
     "pinned": "one dense tensor that is in pinned memory already",
     "gathered": f"{SAMPLES} samples in ordinary memory, default_collate included",
     "strided": f"the first halves of {SAMPLES} rows, one tensor in ordinary memory",
+    "short rows": f"the first halves of rows of {2 * SHORT_ROW_BYTES} bytes, one tensor in ordinary memory",
     "leaves": f"{LEAVES} tensors of one size in ordinary memory",
 }
 
@@ -66,9 +68,10 @@ def make_source(name: str, size: int, seed: int) -> Source:
         return Source(name, random(SAMPLES), collates=True)
     if name == "leaves":
         return Source(name, random(LEAVES))
-    if name == "strided":
-        words = size // SAMPLES // WORD_BYTES
-        rows = torch.empty(SAMPLES, 2 * words, dtype=torch.int64).random_(generator=generator)
+    if name in ("strided", "short rows"):
+        count = SAMPLES if name == "strided" else size // SHORT_ROW_BYTES
+        words = size // count // WORD_BYTES
+        rows = torch.empty(count, 2 * words, dtype=torch.int64).random_(generator=generator)
         return Source(name, [rows[:, :words]])
     (dense,) = random(1)
     return Source(name, [dense.pin_memory() if name == "pinned" else dense])

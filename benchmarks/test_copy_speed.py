@@ -26,6 +26,7 @@ MADE_BY = {
     "pinned": ["gpuprefetch", ".to", "link"],
     "gathered": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "stacked pinned", "link"],
     "strided": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
+    "short rows": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
     "leaves": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
 }
 CALL_NAMES = ("copy", "record", "find", "allocate", "place")
@@ -129,6 +130,8 @@ def test_a_source_has_its_size_and_random_bytes(name, monkeypatch):
 def test_a_strided_source_is_half_of_each_of_its_rows():
     (strided,) = make_source("strided", 64 * 512, 0).tensors
     assert strided.shape == (64, 64) and strided.stride() == (128, 1) and not strided.is_contiguous()
+    (short,) = make_source("short rows", 64 * 512, 0).tensors
+    assert short.shape == (512, 8) and short.stride() == (16, 1)
     (smallest,) = make_source("strided", 512, 0).tensors
     assert not smallest.is_contiguous()
 

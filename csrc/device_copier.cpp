@@ -89,7 +89,7 @@ auto call_driver(const std::string& what, Step step) {
 
 // Rows shorter than this are for torch, which makes a dense copy element by element: an extent takes memory too. So are
 // all rows where there is no ring: each would be a copy of its own.
-constexpr std::size_t kLeastRowBytes = 256;
+constexpr std::size_t kLeastRowBytes = 64;
 
 Rows rows_of(const at::Tensor& source, const at::Tensor& output) {
   return Rows(source.sizes(), source.strides(), output.strides(), source.itemsize());

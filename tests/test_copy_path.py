@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaders import THREADS, Ramp, bytes_of, eventually, threads, vals
-from planted import Planted, planted_cuda, planted_device
+from planted import HOST, Planted, planted_cuda, planted_device
 from test_property import EXAMPLES, batches, drawn, plans
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch import _copy_lane
 from gpuprefetch._batch import leaves
+from gpuprefetch._copier import Copier
 from gpuprefetch._extension import extension
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the planted device is built for Linux")
@@ -133,7 +134,7 @@ def cut(tensor):
 @pytest.mark.parametrize("ring", [0, MIB])
 @pytest.mark.filterwarnings("ignore:no pinned memory:RuntimeWarning")
 def test_what_is_not_dense(columns, dtype, ring, device):
-    """Rows below 256 bytes by torch, or all without a ring; longer ones by the copying threads."""
+    """Rows below 64 bytes by torch, or all without a ring; longer ones by the copying threads."""
     device.forget_recorded()
     buffer = torch.empty((5, 7, columns), dtype=dtype)
     random = torch.Generator().manual_seed(columns)
@@ -167,6 +168,30 @@ def test_where_the_system_refuses_to_pin_so_much(most, told, monkeypatch):
     assert len(caught) == 1
     for made, wanted in zip(leaves(out), leaves(list(DataLoader(dataset, batch_size=5))), strict=True):
         assert torch.equal(made, wanted)
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_eight_loops_at_once_through_one_ring(num_threads):
+    """Each in a thread of its own. Some batches hold more than the ring, others share a piece of it."""
+
+    class Sharing(Planted):
+        copier = Copier(HOST)
+
+    noise = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8)
+    got = {}
+
+    def run(place):
+        sources = [noise[place + 977 * i :][: [3 * MIB, 100 * KIB, MIB + i][i % 3]] for i in range(12)]
+        with Sharing(passed_on(sources), "cpu", num_threads=num_threads, pinned_bytes=MIB) as prefetched:
+            got[place] = [torch.equal(out, source) for out, source in zip(prefetched, sources, strict=True)]
+
+    loops = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(8)]
+    for loop in loops:
+        loop.start()
+    for loop in loops:
+        loop.join(120)
+    assert got == {place: [True] * 12 for place in range(8)}
+    assert Sharing.copier._ring is None and Sharing.copier._shares == {}
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
