@@ -3,7 +3,8 @@ one thing changed in each further row, beside worker processes.
 
     python benchmarks/contention.py --step resnet50 --decoder pil --batch-size 64 --json out.json
 
-Takes the arguments of throughput.py, and prints and writes what that does.
+Takes the arguments of throughput.py, and prints and writes what that does. Rows of 8 threads spread by a fifth: ask for
+7 repeats. With --sync-every-step the row `pausing` means nothing: its pause lasts until the step is done.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ prefetched = contextlib.contextmanager(throughput.ours.prefetched)
 
 
 def trial(
-    name: str, description: str, missing: Callable[[Target], str | None] = lambda target: None
+    name: str,
+    description: str,
+    missing: Callable[[Target], str | None] = lambda target: None,
+    at_work: int = THREADS,
 ) -> Callable[[Callable[[Loader, Target, int], Opened]], None]:
-    """Make the decorated function a row of TRIALS: gpuprefetch with 8 threads and one thing changed."""
+    """Make the decorated function a row of TRIALS: gpuprefetch with 8 threads, of which `at_work` load at a time, and
+    one thing changed."""
     name = f"gpuprefetch{THREADS}-{name}"  # no digit at its end, which would be a number of threads
     described = f"gpuprefetch{THREADS}, {description}"
 
     def register(make: Callable[[Loader, Target, int], Opened]) -> None:
-        row(name, described, bound=gathered(THREADS), loads_beside=True, default=False, missing=missing)(make)
+        row(name, described, bound=gathered(at_work), loads_beside=True, default=False, missing=missing)(make)
         trial_row = ROWS.pop(name)
         assert isinstance(trial_row, Row)
         TRIALS[name] = trial_row
@@ -50,13 +55,15 @@ def trial(
 
 
 def samples_a_task(size: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    """In the epochs of this row alone: others are open at the same time."""
     from gpuprefetch._samples import Samples
 
-    with (
-        mock.patch.object(Samples, "_slice_size", lambda self, samples: size),
-        prefetched(THREADS, loader, target, prefetch_batches) as batches,
-    ):
-        yield batches
+    class Sliced(Samples):
+        def _slice_size(self, samples: int) -> int:
+            return size
+
+    with prefetched(THREADS, loader, target, prefetch_batches) as batches:
+        yield EachEpoch(batches, iter, mock.patch("gpuprefetch._source.Samples", Sliced))
 
 
 for size in (1, 4, 16):
@@ -70,7 +77,8 @@ def threads_inside(most: int, loader: Loader, target: Target, prefetch_batches: 
 
 
 for most in (2, 4):
-    trial(f"{most}-inside", f"at most {most} threads inside dataset[i]")(functools.partial(threads_inside, most))
+    inside = trial(f"{most}-inside", f"at most {most} threads inside dataset[i], with or without the GIL", at_work=most)
+    inside(functools.partial(threads_inside, most))
 
 
 def switch_interval(seconds: float, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
@@ -136,13 +144,16 @@ def nice(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
 
 
 class EachEpoch:
-    """`batches`, each epoch of which goes through `wrap`."""
+    """`batches`, each epoch of which goes through `wrap`, and is begun in `context`."""
 
-    def __init__(self, batches: Iterable[Any], wrap: Callable[[Any], Iterator[Any]]) -> None:
+    def __init__(self, batches: Iterable[Any], wrap: Callable[[Any], Iterator[Any]], context: Any = None) -> None:
         self._batches, self._wrap = batches, wrap
+        self._context = contextlib.nullcontext() if context is None else context
 
     def __iter__(self) -> Iterator[Any]:
-        with contextlib.closing(iter(self._batches)) as epoch:
+        with self._context:
+            epoch: Any = iter(self._batches)
+        with contextlib.closing(epoch):
             yield from self._wrap(epoch)
 
 

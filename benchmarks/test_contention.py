@@ -66,6 +66,25 @@ def test_samples_a_task(opened):
     assert len(threads) == BATCH * STEPS // 4 and all(len(each) == 1 for each in threads.values())
 
 
+def test_samples_a_task_of_rows_that_are_open_at_the_same_time(opened):
+    """As they are while they take turns."""
+    at = {}
+
+    def make(index):
+        at.setdefault(threading.get_ident(), []).append(index)
+        return image(index)
+
+    by_four = opened("gpuprefetch8-4-a-task", make)
+    by_one, as_it_is = opened("gpuprefetch8-1-a-task", image), opened("gpuprefetch8-2-inside", make)
+    for batches, size in ((by_four, 4), (as_it_is, 1), (by_four, 4)):  # 8 threads share a batch of 8
+        list(by_one)
+        at.clear()
+        list(batches)
+        slices = [indices[i : i + size] for indices in at.values() for i in range(0, len(indices), size)]
+        assert all(each[0] % size == 0 and each == list(range(each[0], each[0] + size)) for each in slices)
+        assert sum(map(len, slices)) == BATCH * STEPS
+
+
 def test_threads_inside(opened):
     lock, inside, most = threading.Lock(), 0, 0
     both = threading.Event()

@@ -148,6 +148,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
           py::arg("batch"), py::arg("tensors"), py::arg("stacks"), py::arg("other_bytes"), py::arg("finish"),
           release_gil())
       .def("hand_over", &Lane::hand_over, py::arg("batch"), py::arg("held"))
-      .def("stop", &Lane::stop)
+      // The callback of a weak reference too, which is given the reference.
+      .def("stop", [](Lane& lane, const py::args&) { lane.stop(); })
       .def_property_readonly("overdue", &Lane::overdue);
 }

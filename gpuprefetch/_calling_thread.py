@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+from typing import Any
 
 from gpuprefetch import _threads
 from gpuprefetch._environment import Environment
@@ -26,7 +27,7 @@ class CallingThreadEpoch(Epoch):
         self._numbers = itertools.count()
         self._unprepared: Record | None = None
         self._loaded_ahead = False
-        self._jobs: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()  # no Record: stopped, or the consumer is gone
         if lane.copies_beside:
             self._workers = [_threads.Worker("copier", self._run)]
 
@@ -37,6 +38,9 @@ class CallingThreadEpoch(Epoch):
     def close(self, deadline: float | None = None) -> None:
         super().close(deadline)
         self._source.close()
+
+    def _first_waits_at(self) -> queue.SimpleQueue[Any]:
+        return self._jobs
 
     def _next_record(self) -> Record:
         if not self._loaded_ahead:
@@ -106,7 +110,7 @@ class CallingThreadEpoch(Epoch):
     def _run(self) -> None:
         try:
             with self._environment.entered():
-                while (record := self._jobs.get()) is not None and not self._stopped:
+                while isinstance(record := self._jobs.get(), Record) and not self._stopped:
                     self._copy(record)
                     del record
         except BaseException as error:  # of the environment: copies fail into their records

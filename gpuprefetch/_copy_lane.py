@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,9 @@ class CopyLane:
 
     def stop(self) -> None:
         self._native.stop()
+
+    def end_with(self, consumer: object) -> None:
+        self._gone = weakref.ref(consumer, self._native.stop)
 
     def _move(self, record: Record, leaves: list[Any]) -> None:
         """Moves leaves by their own ``to`` on the copy stream; the copies may still be under way at return."""

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ class Epoch(abc.ABC):
         self._timed_out = False
         self._workers: list[_threads.Worker] = []  # in the order in which they start; the first one fills `ready`
         self._taking = threading.RLock()  # consumers in several threads take turns
+
+    def end_with(self, consumer: object) -> None:
+        """Ends the threads once ``consumer`` is gone, whatever becomes of its finalizer: Ctrl-C may arrive before the
+        first line of that, but not in a callback that is compiled. What it puts into the queue is the reference."""
+        self._lane.end_with(consumer)
+        self._gone = weakref.ref(consumer, self._first_waits_at().put)
 
     def start(self) -> None:
         """Starts the epoch's first thread, if it has any."""
@@ -117,6 +124,10 @@ class Epoch(abc.ABC):
                 self._ready.get_nowait().error = None  # whose traceback may hold the record
             except queue.Empty:
                 return
+
+    @abc.abstractmethod
+    def _first_waits_at(self) -> queue.SimpleQueue[Any]:
+        """The queue at which the first thread waits for the consumer."""
 
     @abc.abstractmethod
     def _next_record(self) -> Record:

@@ -90,7 +90,8 @@ class PrefetchIterator:
         ImportError: the device needs the compiled module, and it is missing or was built for another torch.
 
     An exception of the dataset, the sampler or the ``collate_fn`` is raised by the ``next()`` that would have given
-    that batch, with its own traceback; afterwards the epoch is over.
+    that batch, with its own traceback; afterwards the epoch is over. With several threads it comes once the samples of
+    that batch that were begun by then have ended.
     """
 
     __slots__ = (
@@ -286,6 +287,7 @@ class EpochIterator:
     def __init__(self, epoch: Epoch, share: Share | None) -> None:
         self._epoch = epoch
         self._share = share  # keeps the pinned memory while the epoch lives
+        epoch.end_with(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -301,14 +303,14 @@ class EpochIterator:
         raise TypeError("an epoch of a PrefetchIterator can't be copied or pickled")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if is_finalizing():  # the exit hook has ended all threads, and modules may be gone
-            return
-        # A collection may run on any thread, at any point: those of ours don't wait for each other in one, and nobody
-        # waits in a `to` for a thread that can't go on before it ends.
-        if _threads.on_one() or _batch.is_moving():
-            self._epoch.stop()
-            return
         try:
-            self._epoch.close()
+            if is_finalizing():  # the exit hook has ended all threads, and modules may be gone
+                return
+            # A collection may run on any thread, at any point: those of ours don't wait for each other in one, and
+            # nobody waits in a `to` for a thread that can't go on before it ends.
+            if _threads.on_one() or _batch.is_moving():
+                self._epoch.stop()
+            else:
+                self._epoch.close()
         except KeyboardInterrupt:
             _threads.interrupt_later()

@@ -41,6 +41,9 @@ class Lane(Protocol):
     def stop(self) -> None:
         """Ends all waits with Stopped."""
 
+    def end_with(self, consumer: object) -> None:
+        """stop() once ``consumer`` is gone, by compiled code: see ``Epoch.end_with``."""
+
 
 class _DirectLane:
     """Everything happens in prepare()."""
@@ -66,6 +69,9 @@ class _DirectLane:
         pass
 
     def stop(self) -> None:
+        pass
+
+    def end_with(self, consumer: object) -> None:
         pass
 
 

@@ -12,6 +12,7 @@ import itertools
 import queue
 import sys
 import time
+from typing import Any
 
 from gpuprefetch import _threads
 from gpuprefetch._environment import Environment
@@ -37,12 +38,15 @@ class LoaderThreadEpoch(Epoch):
         super().__init__(source, lane, timeout)
         self._environment = environment
         self._prefetch_batches = prefetch_batches
-        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a batch that the consumer took
+        self._permits: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None for each batch that the consumer took
         self._workers = [_threads.Worker("loader", self._run)]
 
     def stop(self) -> None:
         super().stop()
         self._permits.put(None)
+
+    def _first_waits_at(self) -> queue.SimpleQueue[Any]:
+        return self._permits
 
     def _next_record(self) -> Record:
         record = self._wait()
@@ -86,7 +90,8 @@ class LoaderThreadEpoch(Epoch):
         waited.
         """
         started = time.perf_counter()
-        self._permits.get()
+        if self._permits.get() is not None:  # the consumer is gone
+            self.stop()
         if _SLEEPS_BRIEFLY:
             time.sleep(min((time.perf_counter() - started) / 8, _LONGEST_YIELD_SECONDS))
 
@@ -143,6 +148,9 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         super().close(deadline)
         self._samples.close()
         self._crashed = None  # of a thread that began when all was loaded
+
+    def _first_waits_at(self) -> queue.SimpleQueue[Any]:
+        return self._samples.complete
 
     def _permit(self) -> None:
         self._samples.request()

@@ -6,18 +6,20 @@
 
 A slice is a part of a batch, and whoever ends the last one collates: so all threads work on the batch that is waited
 for, and on the next ones as soon as its slices are taken. The loader thread draws nothing: a sampler that takes its
-time holds up no batch that is complete.
+time holds up no batch that is complete. An error comes once the samples of its batch that were begun have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 
 from gpuprefetch._dataset import fetches_one_by_one
@@ -50,6 +52,7 @@ class Batch:
 
 
 _NONE_LEFT = object()
+_FILLED_AGAIN = (list, dict, set, bytearray, numpy.ndarray)  # besides tensors; not any index that has a copy()
 
 
 class _Task(enum.Enum):
@@ -86,7 +89,7 @@ class Samples:
         self._splits = auto_collation and fetches_one_by_one(dataset)
         self.num_threads = num_threads
         self._tasks: queue.SimpleQueue[tuple[Batch, range] | _Task] = queue.SimpleQueue()
-        self._complete: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()  # None: stopped
+        self.complete: queue.SimpleQueue[Any] = queue.SimpleQueue()  # no Batch: stopped, or the consumer is gone
         self._early: dict[int, Batch] = {}  # complete before one that comes before them
         self._given = 0
         self._lock = threading.Lock()  # of what follows and of a batch's slices and errors; no code of the user's in it
@@ -104,7 +107,7 @@ class Samples:
     def stop(self) -> None:
         """Ends all waits, and each thread after the sample that it is at. May be called from anywhere."""
         self._stopped = True
-        self._complete.put(None)
+        self.complete.put(None)
         for _ in range(self.num_threads):
             self._tasks.put(_Task.END)
 
@@ -113,7 +116,7 @@ class Samples:
         self.stop()
         self._indices, self._dataset, self._collate = iter(()), None, None
         self._early.clear()
-        for waiting in (self._tasks, self._complete):
+        for waiting in (self._tasks, self.complete):
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting.get_nowait()
@@ -125,8 +128,8 @@ class Samples:
     def __next__(self) -> Batch:
         """The next batch, or StopIteration after the last one or stop(). For the loader thread."""
         while (batch := self._early.pop(self._given, None)) is None:
-            arrived = self._complete.get()
-            if arrived is None or self._stopped:
+            arrived = self.complete.get()
+            if not isinstance(arrived, Batch) or self._stopped:
                 raise StopIteration
             self._early[arrived.number] = arrived
         self._given += 1
@@ -193,8 +196,8 @@ class Samples:
             indices = indices.clone()
         elif self._splits or (self._auto_collation and isinstance(indices, Iterator)):
             return list(indices)
-        elif hasattr(indices, "copy"):
-            indices = indices.copy()
+        elif isinstance(indices, _FILLED_AGAIN):
+            indices = copy.copy(indices)
         return list(indices) if self._splits else indices
 
     def _load(self, batch: Batch, positions: range) -> None:
@@ -232,7 +235,7 @@ class Samples:
 
     def _put(self, batch: Batch) -> None:
         if not self._stopped:
-            self._complete.put(batch)
+            self.complete.put(batch)
 
     def _fail(self, batch: Batch, error: BaseException, position: int) -> None:
         """Keeps the error that is first in the batch: the loader by itself would have met that one."""

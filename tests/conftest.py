@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -45,6 +48,32 @@ def without_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def interrupted_finalizer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """In the block Ctrl-C arrives before the first line of an epoch's finalizer, where nothing can catch it: Python
+    says that it was ignored."""
+    from gpuprefetch._iterator import EpochIterator
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code is EpochIterator.__del__.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        ignored = []
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "unraisablehook", lambda unraisable: ignored.append(unraisable.exc_type))
+            sys.setprofile(interrupt)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
+        assert ignored == [KeyboardInterrupt]
+
+    return block
 
 
 @pytest.fixture(scope="session")

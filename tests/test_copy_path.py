@@ -255,6 +255,16 @@ def watched(made):
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
+def test_ctrl_c_before_the_first_line_of_a_finalizer_leaves_no_thread(num_threads, interrupted_finalizer):
+    epoch = iter(Planted(DataLoader(Ramp(400), batch_size=4), "cpu", num_threads=num_threads))
+    next(epoch)
+    assert threads()
+    with interrupted_finalizer():
+        del epoch
+    assert eventually(lambda: not threads())
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
 def test_sources_and_batches_go_without_a_collection(num_threads, without_collection):
     made, handed_over = [], []
     with Planted(watched(made), "cpu", num_threads=num_threads) as p:

@@ -559,3 +559,13 @@ def test_an_endless_dataset_needs_no_end(before):
         for _, batch in zip(range(20), p, strict=False):
             assert batch.tolist() == [[1.0], [1.0]]
     assert not threads(since=before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 8])
+def test_ctrl_c_before_the_first_line_of_a_finalizer_leaves_no_thread(num_threads, interrupted_finalizer):
+    prefetched = PrefetchIterator(DataLoader(Ramp(400), batch_size=4), "cpu", num_threads=num_threads)
+    epoch = iter(prefetched)
+    next(epoch)
+    with interrupted_finalizer():
+        del epoch
+    assert eventually(lambda: not threads())

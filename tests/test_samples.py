@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -293,6 +294,41 @@ class Drawing:
 def test_a_sampler_may_fill_its_indices_again(make, kind, before):
     loader = DataLoader(kind(40, hook=uneven), batch_sampler=Drawing(make))
     assert vals(on_threads(loader, prefetch_batches=6)) == list(range(0, 40, 2))
+
+
+class Copied:
+    """As a Path of Python 3.14, whose copy() copies a file."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def copy(self, target):
+        raise AssertionError("never asked for")
+
+
+class Field(NamedTuple):
+    number: int
+    copy: int
+
+
+class Numbers(list):
+    pass
+
+
+@pytest.mark.parametrize("make", [Copied, lambda number: Field(number, 7)])
+def test_an_index_that_has_a_copy_of_its_own_is_left_as_it_is(make, before):
+    class ByIndex(Ramp):
+        def __getitem__(self, index):
+            return super().__getitem__(index.number)
+
+    loader = DataLoader(ByIndex(9), batch_size=None, sampler=[make(i) for i in range(9)])
+    assert [int(row[0]) for row in on_threads(loader)] == list(range(9))
+
+
+def test_getitems_gets_indices_of_the_samplers_type(before):
+    data = ByBatch(9)
+    assert vals(on_threads(DataLoader(data, batch_sampler=[Numbers([1, 2]), Numbers([3])]))) == [1, 3]
+    assert {type(indices) for indices in data.asked} == {Numbers}
 
 
 def test_a_sampler_may_fill_a_single_index_again(before):
