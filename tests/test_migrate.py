@@ -91,7 +91,8 @@ def run(tmp_path):
         ended = subprocess.run(
             [sys.executable, *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": root},
+            # Unbuffered, two processes that print would mix within a line.
+            env={**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": ""},
             capture_output=True,
             text=True,
             timeout=120,
