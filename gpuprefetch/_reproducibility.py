@@ -86,7 +86,7 @@ def verify_reproducibility(
     if max(counts) > 1 and reason is not None:
         say(f"num_threads above 1 are tried as 1, since one thread iterates this loader: {reason}")
         counts = list(dict.fromkeys(min(count, 1) for count in counts))
-    prefetch_batches = 1 if wrapper is None else wrapper._prefetch_batches
+    prefetch_batches = 2 if wrapper is None else wrapper._prefetch_batches  # the default
     runs = SeededRuns(loader, chosen, skip_keys, prefetch_batches, seed, max_batches)
     if runs.own_generators():
         say(
