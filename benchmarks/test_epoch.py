@@ -1,4 +1,4 @@
-"""The hash of an epoch's batches tells whatever can go wrong with one of them, wherever in the epoch it is."""
+"""The hash of an epoch's batches tells a batch that is lost, doubled, out of place or overwritten, wherever it is."""
 
 import pytest
 import torch
@@ -63,6 +63,16 @@ FAULTS = {
 def test_a_fault_is_told_at_every_place(fault, epoch):
     whole = checksum(epoch)
     assert [place for place in range(BATCHES) if checksum(fault(epoch, place)) == whole] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [5, 8])
+def test_one_bit_of_any_dtype_and_width_is_told(dtype, width):
+    images = torch.ones(2, 3, 4, width, dtype=dtype)
+    other = images.clone()
+    other.view(torch.uint8)[1, 2, 3, -1] ^= 1
+    labels = torch.arange(2)
+    assert checksum([(images, labels)]) != checksum([(other, labels)])
 
 
 def test_the_same_batches_in_other_memory_have_the_same_hash(epoch):

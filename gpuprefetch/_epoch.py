@@ -181,7 +181,10 @@ class Epoch(abc.ABC):
     def _fail(self, record: Record, error: BaseException, thread_name: str | None = None) -> None:
         if isinstance(error, StopIteration):
             error = _not_the_end(error)
-        self._annotate(error, record.number, thread_name)
+        if isinstance(error, Stopped):
+            error.__traceback__ = None  # nobody sees it, and its frames hold the record and what is in it
+        else:
+            self._annotate(error, record.number, thread_name)
         record.error = error
         record.batch, record.held = None, []
         record.drop_sources()

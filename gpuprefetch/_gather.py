@@ -85,5 +85,6 @@ def _is_simple(sample: Any, registered: tuple[Any, ...]) -> bool:
 def _is_namedtuple(kind: Any) -> bool:
     """As ``collections.namedtuple`` makes them, in a namespace of that name. A ``__new__`` of the user's may look at
     what it is given."""
-    namespace = getattr(kind.__new__, "__globals__", {}).get("__name__", "")
-    return kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and namespace.startswith("namedtuple_")
+    if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields"):
+        return False
+    return str(getattr(kind.__new__, "__globals__", {}).get("__name__")).startswith("namedtuple_")

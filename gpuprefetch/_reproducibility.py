@@ -90,8 +90,8 @@ def verify_reproducibility(
     runs = SeededRuns(loader, chosen, skip_keys, prefetch_batches, seed, max_batches)
     if runs.own_generators():
         say(
-            "the loader draws from a generator of its own, which begins alike in each run here: seed does not reach "
-            "it, and set_epoch does not put it where it was in that epoch"
+            "the loader holds a generator of its own, which begins alike in each run here: seed does not reach what is "
+            "drawn from it, and set_epoch does not put it where it was in that epoch"
         )
     with global_generators_kept(chosen):
         batches_agree = _batches_agree(runs, counts, say)

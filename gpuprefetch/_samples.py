@@ -11,6 +11,8 @@ time holds up no batch that is complete. An error comes once the samples of its 
 
 from __future__ import annotations
 
+import array
+import collections
 import contextlib
 import copy
 import enum
@@ -52,7 +54,11 @@ class Batch:
 
 
 _NONE_LEFT = object()
-_FILLED_AGAIN = (list, dict, set, bytearray, numpy.ndarray)  # besides tensors; not any index that has a copy()
+_FILLED_AGAIN = (  # besides tensors; not any index that has a copy(), which may be about something else
+    *(list, dict, set, bytearray, array.array),
+    *(collections.deque, collections.UserDict, collections.UserList),
+    *(numpy.ndarray, numpy.void),  # a row of a structured array is a view
+)
 
 
 class _Task(enum.Enum):
@@ -197,7 +203,10 @@ class Samples:
         elif self._splits or (self._auto_collation and isinstance(indices, Iterator)):
             return list(indices)
         elif isinstance(indices, _FILLED_AGAIN):
-            indices = copy.copy(indices)
+            try:
+                indices = copy.copy(indices)
+            except Exception:  # a class of the user's that can't be made again
+                indices = indices.copy()
         return list(indices) if self._splits else indices
 
     def _load(self, batch: Batch, positions: range) -> None:

@@ -35,6 +35,17 @@ def device(tmp_path_factory):
         yield planted
 
 
+class Lazy(torch.utils.data.Dataset):
+    def __init__(self, count, make):
+        self.count, self.make = count, make
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return self.make(i)
+
+
 def passed_on(loaded):
     return DataLoader(loaded, batch_size=None, collate_fn=lambda batch: batch)
 
@@ -282,6 +293,26 @@ def test_a_batch_that_is_ready_holds_no_source(num_threads, without_collection):
     next(it), next(it)  # before the second one a single batch is ahead
     assert eventually(lambda: len(made) == 4 and all(ref() is None for ref in made), collect=False)
     assert len(list(it)) == 6
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_an_epoch_that_ends_while_its_thread_waits_for_room_holds_nothing(num_threads, without_collection):
+    """That wait ends by an exception, whose traceback would hold the batch."""
+    made = []
+
+    def sample(i):
+        tensor = torch.ones(MIB)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    it = iter(Planted(DataLoader(Lazy(400, sample), batch_size=4), "cpu", num_threads=num_threads))
+    next(it)
+    ready = it._epoch._ready
+    assert eventually(lambda: len(made) >= 12 and ready.qsize() == 1, collect=False)  # the third one waits
+    epoch = weakref.ref(it._epoch)
+    it.close()
+    del it
+    assert eventually(lambda: epoch() is None and all(ref() is None for ref in made), collect=False)
 
 
 # --- what moves by itself ---------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def test_a_loader_with_a_generator_of_its_own_begins_alike_in_each_run(capsys):
     before = generator.get_state()
     verdict, lines = verify(None, capsys, loader=DataLoader(Augmented(), 4, shuffle=True, generator=generator))
     assert verdict is True
-    assert lines[0].startswith("the loader draws from a generator of its own, which begins alike in each run here")
+    assert lines[0].startswith("the loader holds a generator of its own, which begins alike in each run here")
     assert torch.equal(generator.get_state(), before)
 
 

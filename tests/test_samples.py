@@ -11,6 +11,7 @@ import warnings
 import weakref
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from loaders import Gate, Ramp, eventually, handles, lists, script, threads, vals, within
@@ -266,6 +267,32 @@ def refilled_tensor():
         yield indices
 
 
+def sliding_deque():
+    indices = collections.deque(maxlen=2)
+    for i in range(40):
+        indices.append(i)
+        if i % 2:
+            yield indices
+
+
+def refilled_user_list():
+    indices = collections.UserList([0, 0])
+    for i in range(0, 40, 2):
+        indices[:] = i, i + 1
+        yield indices
+
+
+def refilled_list_that_can_not_be_made_again():
+    class Named(list):
+        def __reduce_ex__(self, protocol):
+            raise TypeError("no pickling")
+
+    indices = Named([0, 0])
+    for i in range(0, 40, 2):
+        indices[:] = i, i + 1
+        yield indices
+
+
 def parts_of_one_iterator():
     indices = iter(range(40))
     return (itertools.islice(indices, 2) for _ in range(20))
@@ -290,7 +317,17 @@ class Drawing:
 
 
 @pytest.mark.parametrize("kind", [Whole, WholeByBatch])
-@pytest.mark.parametrize("make", [refilled_list, refilled_tensor, parts_of_one_iterator])
+@pytest.mark.parametrize(
+    "make",
+    [
+        refilled_list,
+        refilled_tensor,
+        sliding_deque,
+        refilled_user_list,
+        refilled_list_that_can_not_be_made_again,
+        parts_of_one_iterator,
+    ],
+)
 def test_a_sampler_may_fill_its_indices_again(make, kind, before):
     loader = DataLoader(kind(40, hook=uneven), batch_sampler=Drawing(make))
     assert vals(on_threads(loader, prefetch_batches=6)) == list(range(0, 40, 2))
@@ -338,6 +375,23 @@ def test_a_sampler_may_fill_a_single_index_again(before):
             yield index.fill_(i)
 
     loader = DataLoader(Whole(20, hook=uneven), batch_size=None, sampler=Drawing(indices))
+    assert vals(on_threads(loader, prefetch_batches=6)) == list(range(20))
+
+
+def test_a_sampler_may_fill_a_row_of_an_array_again(before):
+    """A row of a structured array is a view of it."""
+
+    class ByRow(Ramp):
+        def __getitem__(self, row):
+            return super().__getitem__(int(row["at"]))
+
+    def rows():
+        array = np.zeros(1, dtype=[("at", np.int64)])
+        for i in range(20):
+            array["at"] = i
+            yield array[0]
+
+    loader = DataLoader(ByRow(20, hook=uneven), batch_size=None, sampler=Drawing(rows))
     assert vals(on_threads(loader, prefetch_batches=6)) == list(range(20))
 
 
