@@ -35,17 +35,6 @@ def device(tmp_path_factory):
         yield planted
 
 
-class Lazy(torch.utils.data.Dataset):
-    def __init__(self, count, make):
-        self.count, self.make = count, make
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, i):
-        return self.make(i)
-
-
 def passed_on(loaded):
     return DataLoader(loaded, batch_size=None, collate_fn=lambda batch: batch)
 
@@ -300,12 +289,13 @@ def test_an_epoch_that_ends_while_its_thread_waits_for_room_holds_nothing(num_th
     """That wait ends by an exception, whose traceback would hold the batch."""
     made = []
 
-    def sample(i):
-        tensor = torch.ones(MIB)
-        made.append(weakref.ref(tensor))
-        return tensor
+    class Watched(Ramp):
+        def __getitem__(self, i):
+            sample = super().__getitem__(i)
+            made.append(weakref.ref(sample))
+            return sample
 
-    it = iter(Planted(DataLoader(Lazy(400, sample), batch_size=4), "cpu", num_threads=num_threads))
+    it = iter(Planted(DataLoader(Watched(400, shape=(MIB,)), batch_size=4), "cpu", num_threads=num_threads))
     next(it)
     ready = it._epoch._ready
     assert eventually(lambda: len(made) >= 12 and ready.qsize() == 1, collect=False)  # the third one waits
