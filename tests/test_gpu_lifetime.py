@@ -82,11 +82,16 @@ BROKEN = [(where, n) for where in ("step", "dataset") for n in (0, 1)]
 
 @pytest.fixture(scope="module")
 def broken():
-    """Processes in which a kernel of the step or the dataset fails an assertion: so does every later driver call."""
+    """Processes in which a kernel of the step or the dataset fails an assertion: so does every later driver call.
+
+    The loop keeps its batches. To free one that was recorded on a stream is a driver call of torch's own, which ends
+    the process by abort where it is the first to meet the error.
+    """
     processes = {
         (where, n): start(f"""
             wrong = torch.tensor([1000], device="cuda")
             table = torch.zeros(4, device="cuda")
+            kept = []
 
             def batches():
                 for i in range(2000):
@@ -96,6 +101,7 @@ def broken():
 
             def loop():
                 for i, x in enumerate(PrefetchIterator(batches(), "cuda", num_threads={n})):
+                    kept.append(x)
                     if i == 5 and {where == "step"}:
                         table[wrong]
                     x.add_(1)
