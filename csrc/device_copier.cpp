@@ -87,9 +87,9 @@ auto call_driver(const std::string& what, Step step) {
   }
 }
 
-// Rows shorter than this are for torch, which makes a dense copy element by element: an extent takes memory too. So are
-// all rows where there is no ring: each would be a copy of its own.
-constexpr std::size_t kLeastRowBytes = 64;
+// Shorter rows are made dense by torch, which is faster at single elements. So are all rows where there is no ring:
+// each would be a copy of its own.
+constexpr std::size_t kLeastRowBytes = 16;
 
 Rows rows_of(const at::Tensor& source, const at::Tensor& output) {
   return Rows(source.sizes(), source.strides(), output.strides(), source.itemsize());
@@ -121,12 +121,11 @@ Copies copies_of(const Sources& sources, const Layout& layout, const Outputs& ou
       rows = rows_of(*source, outputs.tensors[i]);
     }
     Destination& destination = copies.staged[place->storage];
-    if (destination.extents.empty()) destination.extents.reserve(rows.count());
     const std::byte* const begin = address_of(*source);
     std::size_t offset = place->offset;
-    rows.each([&](std::size_t from) {
-      destination.extents.push_back(Extent{begin + from, offset, rows.row_bytes()});
-      offset += rows.row_bytes();
+    rows.each_block([&](std::size_t from, std::size_t count, std::size_t stride) {
+      destination.extents.push_back(Extent{begin + from, offset, rows.row_bytes(), count, stride});
+      offset += rows.row_bytes() * count;
     });
     // To ask costs a call of the driver. A small one is staged in any case, so that nobody has to wait until its copy
     // has run.

@@ -69,11 +69,17 @@ void end_streams() {}
 void copy_all(const std::vector<MemcpyPool::Copy>& copies) {
   for (const auto& copy : copies) {
     if (copy.from == nullptr) {
-      std::memset(copy.to, 0, copy.bytes);
-    } else if (copy.bytes < kLeastStreamed) {
-      std::memcpy(copy.to, copy.from, copy.bytes);
-    } else {
-      copy_past_cache(copy.to, copy.from, copy.bytes);
+      std::memset(copy.to, 0, copy.row_bytes * copy.rows);
+      continue;
+    }
+    std::byte* to = copy.to;
+    const std::byte* from = copy.from;
+    for (std::size_t row = 0; row < copy.rows; ++row, to += copy.row_bytes, from += copy.stride) {
+      if (copy.row_bytes < kLeastStreamed) {
+        std::memcpy(to, from, copy.row_bytes);
+      } else {
+        copy_past_cache(to, from, copy.row_bytes);
+      }
     }
   }
   end_streams();

@@ -14,10 +14,13 @@ namespace gpuprefetch {
 // They sleep when there is nothing to copy. All members may be called from any thread.
 class MemcpyPool {
  public:
+  // Rows that lie one behind the other at `to`, and `stride` bytes apart at `from`. nullptr: zeros.
   struct Copy {
     std::byte* to;
-    const std::byte* from;  // nullptr: zeros
-    std::size_t bytes;
+    const std::byte* from;
+    std::size_t row_bytes;
+    std::size_t rows = 1;
+    std::size_t stride = 0;
   };
 
   // Copies done one after another by one thread. The caller owns it and keeps it where it is between start() and the

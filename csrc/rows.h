@@ -1,4 +1,4 @@
-// The rows of a strided tensor: what of its memory is copied in one go. Standard library only.
+// The rows of a strided tensor: what of its memory lies together. Standard library only.
 #pragma once
 
 #include <algorithm>
@@ -33,15 +33,18 @@ class Rows {
   std::size_t count() const { return count_; }
   std::size_t row_bytes() const { return row_bytes_; }
 
-  // Calls `row(from)` for each, in the order in which they lie in dense memory, one behind the other: where it begins,
-  // in bytes behind the tensor's first element.
-  template <typename Row>
-  void each(Row row) const {
-    std::vector<std::int64_t> index(outer_.size(), 0);
+  // Calls `block(from, rows, stride)` for all rows, in the order in which they lie in dense memory, one behind the
+  // other. `from`: where the first of them begins, in bytes behind the tensor's first element; the others follow
+  // `stride` bytes apart.
+  template <typename Block>
+  void each_block(Block block) const {
+    const Dimension rows = outer_.empty() ? Dimension{1, 0, 0} : outer_.back();
+    std::vector<std::int64_t> index(outer_.empty() ? 0 : outer_.size() - 1, 0);
     std::int64_t from = 0;  // in elements
-    for (std::size_t n = 0; n < count_; ++n) {
-      row(static_cast<std::size_t>(from) * item_bytes_);
-      for (std::size_t i = outer_.size(); i-- > 0;) {
+    for (std::size_t done = 0; done < count_; done += static_cast<std::size_t>(rows.size)) {
+      block(static_cast<std::size_t>(from) * item_bytes_, static_cast<std::size_t>(rows.size),
+            static_cast<std::size_t>(rows.from_stride) * item_bytes_);
+      for (std::size_t i = index.size(); i-- > 0;) {
         from += outer_[i].from_stride;
         if (++index[i] < outer_[i].size) break;
         from -= outer_[i].from_stride * outer_[i].size;

@@ -32,8 +32,8 @@ class Parts {
   Parts() = default;
   explicit Parts(const Destination& destination) : destination_(&destination) {}
 
-  // Calls `part(offset, from, bytes)` for all that lies before `end`, in order, from where the last call ended. `from`
-  // is nullptr for zeros.
+  // Calls `part(extent)` for all that lies before `end`, in order, from where the last call ended. Its `from` is
+  // nullptr for zeros.
   template <typename Part>
   void take(std::size_t end, Part part) {
     while (begin_ < end) {
@@ -41,20 +41,33 @@ class Parts {
       const std::size_t first = extent_ < extents.size() ? extents[extent_].offset : end;
       if (begin_ < first) {
         const std::size_t gap_end = (std::min)(first, end);
-        part(begin_, static_cast<const std::byte*>(nullptr), gap_end - begin_);
+        part(Extent{nullptr, begin_, gap_end - begin_});
         begin_ = gap_end;
         continue;
       }
       const Extent& extent = extents[extent_];
-      const std::size_t extent_end = extent.offset + extent.bytes;
+      const std::size_t extent_end = extent.offset + extent.row_bytes * extent.rows;
       const std::size_t last = (std::min)(extent_end, end);
-      if (begin_ < last) part(begin_, extent.from + (begin_ - first), last - begin_);
-      begin_ = last;
+      while (begin_ < last) {
+        const Extent next = next_rows(extent, last);
+        part(next);
+        begin_ += next.row_bytes * next.rows;
+      }
       if (begin_ == extent_end) ++extent_;
     }
   }
 
  private:
+  // What begins at begin_ and ends at `last` or before it: whole rows, or a part of one.
+  Extent next_rows(const Extent& extent, std::size_t last) const {
+    const std::size_t row = (begin_ - extent.offset) / extent.row_bytes;
+    const std::size_t in_row = (begin_ - extent.offset) % extent.row_bytes;
+    const std::byte* from = extent.from + row * extent.stride + in_row;
+    const std::size_t whole = in_row == 0 ? (last - begin_) / extent.row_bytes : 0;
+    if (whole > 0) return {from, begin_, extent.row_bytes, whole, extent.stride};
+    return {from, begin_, (std::min)(extent.row_bytes - in_row, last - begin_)};
+  }
+
   const Destination* destination_ = nullptr;
   std::size_t begin_ = 0;
   std::size_t extent_ = 0;
@@ -81,8 +94,8 @@ class Cutter {
     fill.bytes = bytes();
     begin_ += fill.bytes;
     done_ += fill.bytes;
-    parts_.take(begin_, [&](std::size_t offset, const std::byte* from, std::size_t bytes) {
-      fill.job.copies.push_back({fill.from + (offset - begin), from, bytes});
+    parts_.take(begin_, [&](const Extent& part) {
+      fill.job.copies.push_back({fill.from + (part.offset - begin), part.from, part.row_bytes, part.rows, part.stride});
     });
     if (begin_ == next_->bytes) {
       ++next_;
@@ -192,13 +205,16 @@ void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring,
 void direct_copy(const std::vector<Destination>& destinations, CopyEngine& engine) {
   static const std::array<std::byte, 512> zeros{};
   for (const auto& destination : destinations) {
-    Parts(destination).take(destination.bytes, [&](std::size_t offset, const std::byte* from, std::size_t bytes) {
-      if (from != nullptr) {
-        engine.copy(destination.to + offset, from, bytes);
+    Parts(destination).take(destination.bytes, [&](const Extent& part) {
+      std::byte* const to = destination.to + part.offset;
+      if (part.from == nullptr) {
+        for (std::size_t done = 0; done < part.row_bytes; done += zeros.size()) {
+          engine.copy(to + done, zeros.data(), (std::min)(zeros.size(), part.row_bytes - done));
+        }
         return;
       }
-      for (std::size_t done = 0; done < bytes; done += zeros.size()) {
-        engine.copy(destination.to + offset + done, zeros.data(), (std::min)(zeros.size(), bytes - done));
+      for (std::size_t row = 0; row < part.rows; ++row) {
+        engine.copy(to + row * part.row_bytes, part.from + row * part.stride, part.row_bytes);
       }
     });
   }

@@ -10,11 +10,13 @@
 
 namespace gpuprefetch {
 
-// Host bytes that belong at `offset` of their destination.
+// Rows of host bytes, `stride` bytes apart, that belong one behind the other at `offset` of their destination.
 struct Extent {
   const std::byte* from;
   std::size_t offset;
-  std::size_t bytes;
+  std::size_t row_bytes;
+  std::size_t rows = 1;
+  std::size_t stride = 0;
 };
 
 // A stretch of device memory and the host bytes it is made of: extents in ascending order, not overlapping. Bytes that

@@ -81,6 +81,10 @@ def any_tensor(dtype, chance):
         begin = chance.randrange(0, 10)
         return make(begin + chance.choice([1, 63, 64, 65, 4095, 4097, 20_000, 100_000, 300_000]))[begin:]
 
+    def crop():
+        n, h, w = chance.randrange(1, 4), chance.randrange(1, 40), chance.choice([2, 5, 16, 300, 3000])
+        return make(n * h * w).view(n, h, w)[:, chance.randrange(h) :, chance.randrange(w) :]
+
     kinds = [
         lambda: make(1).reshape(()),
         lambda: make(0).reshape(chance.choice([(0,), (0, 3), (2, 0, 5)])),
@@ -89,6 +93,7 @@ def any_tensor(dtype, chance):
         lambda: make(chance.randrange(20, 5000)).unfold(0, chance.randrange(1, 19), chance.randrange(1, 5)),
         channels_last,
         part,
+        crop,
     ]
     return chance.choice(kinds)()
 

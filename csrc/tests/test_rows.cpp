@@ -33,11 +33,20 @@ std::vector<std::size_t> elements(const Integers& sizes, const Integers& from_st
   return found;
 }
 
+// Where each row begins.
+std::vector<std::size_t> begins(const Rows& rows) {
+  std::vector<std::size_t> found;
+  rows.each_block([&](std::size_t from, std::size_t count, std::size_t stride) {
+    for (std::size_t row = 0; row < count; ++row) found.push_back(from + row * stride);
+  });
+  return found;
+}
+
 std::vector<std::size_t> elements(const Rows& rows) {
   std::vector<std::size_t> found;
-  rows.each([&](std::size_t from) {
-    for (std::size_t done = 0; done < rows.row_bytes(); done += kItem) found.push_back(from + done);
-  });
+  for (const std::size_t begin : begins(rows)) {
+    for (std::size_t done = 0; done < rows.row_bytes(); done += kItem) found.push_back(begin + done);
+  }
   return found;
 }
 
@@ -78,6 +87,18 @@ void gaps_end_a_row() {
   check({4, 3}, {1, 8}, {1, 4}, 3);
 }
 
+void rows_of_even_steps_are_one_block() {
+  const auto blocks = [](const Rows& rows) {
+    std::size_t count = 0;
+    rows.each_block([&](std::size_t, std::size_t, std::size_t) { ++count; });
+    return count;
+  };
+  CHECK_EQ(blocks(Rows(Integers{7}, Integers{1}, Integers{1}, kItem)), 1);
+  CHECK_EQ(blocks(Rows(Integers{1000, 4}, Integers{8, 1}, Integers{4, 1}, kItem)), 1);
+  CHECK_EQ(blocks(Rows(Integers{5, 1000, 4}, Integers{9000, 8, 1}, Integers{4000, 4, 1}, kItem)), 5);
+  CHECK_EQ(blocks(Rows(Integers{0, 4}, Integers{8, 1}, Integers{4, 1}, kItem)), 0);
+}
+
 void elements_may_be_read_more_than_once() {
   check({4, 3}, {0, 1}, {3, 1}, 4);
   check({4, 3}, {2, 1}, {3, 1}, 4);
@@ -107,9 +128,9 @@ void strides_of_all_kinds() {
     }
     const Rows rows(sizes, strides, to, kItem);
     check(sizes, strides, to, rows.count());
-    std::vector<std::size_t> begins;
-    rows.each([&](std::size_t from) { begins.push_back(from); });
-    CHECK(begins.size() < 2 || begins[1] != begins[0] + rows.row_bytes());  // else they would be one
+    const auto found = begins(rows);
+    CHECK_EQ(found.size(), rows.count());
+    CHECK(found.size() < 2 || found[1] != found[0] + rows.row_bytes());  // else they would be one
   }
 }
 
@@ -121,6 +142,7 @@ int main() {
   Watchdog watchdog(std::chrono::seconds(60));
   RUN(dense_tensors_are_one_row);
   RUN(gaps_end_a_row);
+  RUN(rows_of_even_steps_are_one_block);
   RUN(elements_may_be_read_more_than_once);
   RUN(tensors_without_elements_have_no_rows);
   RUN(strides_of_all_kinds);

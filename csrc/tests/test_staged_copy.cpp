@@ -91,6 +91,12 @@ class Batch {
     }
     add(std::move(destination));
   }
+  // One destination of one extent, behind that many bytes.
+  void add_rows(std::size_t row_bytes, std::size_t rows, std::size_t stride, std::size_t gap) {
+    const std::size_t source_bytes = rows == 0 ? 0 : (rows - 1) * stride + row_bytes;
+    sources_.push_back(pattern(source_bytes, seed_ * 1000 + sources_.size()));
+    add(Destination{nullptr, gap + row_bytes * rows, {{sources_.back().data(), gap, row_bytes, rows, stride}}});
+  }
   void add(std::size_t bytes) { add(Sizes{bytes}, Sizes{0}); }
   // Leaves of these sizes as lay_out() packs them.
   void add_pack(const Sizes& leaves) {
@@ -122,7 +128,10 @@ class Batch {
   void add(Destination destination) {
     expected_.emplace_back(destination.bytes, std::byte{0});
     for (const auto& extent : destination.extents) {
-      std::copy_n(extent.from, extent.bytes, expected_.back().data() + extent.offset);
+      for (std::size_t row = 0; row < extent.rows; ++row) {
+        std::copy_n(extent.from + row * extent.stride, extent.row_bytes,
+                    expected_.back().data() + extent.offset + row * extent.row_bytes);
+      }
     }
     memory_.emplace_back(destination.bytes, std::byte{0xA5});
     destination.to = memory_.back().data();
@@ -154,6 +163,11 @@ Batch random_batch(std::size_t seed, std::size_t piece_bytes) {
     }
     batch.add(extents, gaps);
     if (below(random, 4) == 0) batch.add_gap(below(random, 2 * piece_bytes));
+    if (below(random, 3) == 0) {
+      const std::size_t row_bytes = below(random, below(random, 2) == 0 ? 20 : piece_bytes + 20);
+      const std::size_t stride = below(random, 4) == 0 ? 0 : row_bytes + below(random, 100);
+      batch.add_rows(row_bytes, below(random, 2 * piece_bytes / (row_bytes + 1) + 3), stride, below(random, 30));
+    }
   }
   return batch;
 }
@@ -218,6 +232,28 @@ void sixty_four_samples_gathered() {
     batches.emplace_back(4);
     batches.back().add(Sizes(64, piece / 10 + 1), gaps);
     batches.back().add_gap(3 * piece);
+    copy_and_check(rig, batches);
+  });
+}
+
+// Short ones, of which a run has many, and those that runs end within; some read more than once.
+void rows() {
+  on_every_rig([](Rig& rig) {
+    const std::size_t piece = rig.ring.piece_bytes();
+    std::vector<Batch> batches;
+    for (std::size_t row_bytes : {std::size_t{1}, std::size_t{48}, piece / 3, piece, 2 * piece + 5}) {
+      const std::size_t count = 2 * piece / row_bytes + 3;
+      for (std::size_t stride : {std::size_t{0}, row_bytes / 2, row_bytes, row_bytes + 7}) {
+        batches.emplace_back(batches.size());
+        batches.back().add_rows(row_bytes, count, stride, batches.size() % 2 * 40);
+      }
+    }
+    for (std::size_t count : {0, 1, 3}) {
+      batches.emplace_back(batches.size());
+      batches.back().add_rows(0, count, 5, 0);
+      batches.back().add_rows(9, count, 11, 0);
+      batches.back().add(100);
+    }
     copy_and_check(rig, batches);
   });
 }
@@ -699,6 +735,7 @@ int main() {
   RUN(sizes_around_a_piece);
   RUN(many_destinations);
   RUN(sixty_four_samples_gathered);
+  RUN(rows);
   RUN(packs_of_one_and_many_leaves);
   RUN(a_pack_is_one_copy);
   RUN(runs_grow_and_shrink_over_a_batch);
