@@ -13,9 +13,6 @@ from copy_methods import Copy
 from copy_sources import LEAVES
 from target import Target
 
-from gpuprefetch import _batch
-from gpuprefetch._extension import extension
-
 LEAST_SECONDS = 0.005  # of copies in a row, whose median is one repeat
 MOST_COPIES = 1000
 UNTIMED_COPIES = 3  # caches of the allocators, first touch
@@ -83,6 +80,9 @@ def time_calls(target: Target, repeats: int) -> dict[str, list[float]]:
     """Seconds of the host in each repeat for what a piece of the ring costs it: a copy to queue, an event to record.
     And for what many small tensors cost it beside the ring: to find them in a batch, to allocate their copies, which
     are packed, and to put those in their place."""
+    from gpuprefetch import _batch  # here, since copy_variants.py chooses where it comes from
+    from gpuprefetch._extension import extension
+
     on_device = torch.empty(CALL_BYTES, dtype=torch.uint8, device=target.device)
     pinned = torch.zeros(CALL_BYTES, dtype=torch.uint8, pin_memory=target.accelerated)
     native = extension()

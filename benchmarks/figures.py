@@ -18,7 +18,7 @@ import throughput_tables
 from result_files import Unwritable, read
 
 ROOT = Path(__file__).resolve().parent.parent
-LANES = ("memory-kernels", "docs/lanes.png")  # the cell whose timeline docs/how-it-works.md shows, and where it goes
+LANES = ("memory-kernels-h200", "docs/lanes.png")  # whose timeline docs/how-it-works.md shows, and where it goes
 
 BEGIN = "<!-- figures: "
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w -]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

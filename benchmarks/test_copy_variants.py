@@ -2,8 +2,11 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import copy_timing
@@ -185,6 +188,16 @@ def test_what_can_t_be_is_said_before_anything_is_measured(arguments, said, caps
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
     assert said in capsys.readouterr().err
+
+
+def test_a_build_is_imported_from_its_folder(tmp_path):
+    package = tmp_path / "gpuprefetch"
+    package.mkdir()
+    for name in ("__init__", "_copier"):
+        (package / f"{name}.py").touch()
+    code = "import sys, copy_variants; copy_variants.Variant('other', build=sys.argv[1]).apply()"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, cwd=Path(copy_variants.__file__).parent, check=True, timeout=60)
 
 
 def test_without_a_cuda_device(monkeypatch, capsys):

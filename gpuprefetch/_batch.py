@@ -63,10 +63,10 @@ def replace(batch: Any, moved: Mapping[int, Any], skip_keys: Collection[Any] = (
         return moved[id(batch)]
     changes = {}
     for key, child in children(batch, skip_keys):
-        if type(child) in _ATOMS:
-            continue
         new = moved.get(id(child))
         if new is None:
+            if type(child) in _ATOMS:
+                continue
             if _is_leaf(child):
                 return _unchanged(batch)  # it makes its values anew each time it is asked
             new = replace(child, moved, skip_keys)
