@@ -116,6 +116,11 @@ void MemcpyPool::finish(Job& job) {
   done_.wait(lock, [&] { return job.state != Job::State::kRunning; });
 }
 
+bool MemcpyPool::is_done(const Job& job) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return job.state == Job::State::kDone;
+}
+
 void MemcpyPool::cancel(Job& job) noexcept {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!take_back(job)) done_.wait(lock, [&] { return job.state != Job::State::kRunning; });

@@ -138,11 +138,14 @@ class Filling {
 
   bool empty() const { return fills_.empty(); }
 
-  // Whether the newest piece has room for that many bytes more.
-  bool has_room(std::size_t bytes) const { return !empty() && used_ + bytes <= ring_.piece_bytes(); }
-
-  // Puts the next run into `piece`, or behind the newest run where there is none.
-  void start(PinnedRing::Piece* piece, Cutter& cutter) {
+  // Starts the next run: behind the newest one, if that leaves room in its piece. False if the ring has no piece now.
+  bool start(Cutter& cutter) {
+    PinnedRing::Piece* piece = nullptr;
+    if (empty() || used_ + cutter.bytes() > ring_.piece_bytes()) {
+      // Only empty-handed may one wait for a piece; see PinnedRing.
+      piece = empty() ? &ring_.acquire(engine_) : ring_.try_acquire(engine_);
+      if (piece == nullptr) return false;
+    }
     const std::size_t begin = piece == nullptr ? used_ : 0;
     try {
       fills_.emplace_back();  // a deque: the pool keeps the job's address
@@ -156,9 +159,19 @@ class Filling {
     cutter.cut(fill);
     used_ = begin + (fill.bytes + kRunAlignment - 1) / kRunAlignment * kRunAlignment;
     if (fill.bytes > kInlineBytes) pool_.start(fill.job);
+    return true;
   }
 
-  // Call it when the next run, if there is one, has no room in the newest piece.
+  // Whether the pool is through with the oldest run that it was given; those before it are left to submit_oldest(). Not
+  // if there is but one run, behind which the next one may belong.
+  bool may_submit() const {
+    if (fills_.size() == 1) return false;
+    const auto given =
+        std::find_if(fills_.begin(), fills_.end(), [](const Fill& fill) { return fill.bytes > kInlineBytes; });
+    return given != fills_.end() && pool_.is_done(given->job);
+  }
+
+  // Call it when may_submit(), or when the next run, if there is one, could not be started.
   void submit_oldest() {
     Fill& fill = fills_.front();
     pool_.finish(fill.job);
@@ -189,15 +202,8 @@ void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring,
   Cutter cutter(destinations, ring.piece_bytes());
   Filling filling(ring, pool, engine);
   while (!cutter.empty() || !filling.empty()) {
-    while (!cutter.empty()) {
-      PinnedRing::Piece* piece = nullptr;
-      if (!filling.has_room(cutter.bytes())) {
-        // Only empty-handed may one wait for a piece; see PinnedRing.
-        piece = filling.empty() ? &ring.acquire(engine) : ring.try_acquire(engine);
-        if (piece == nullptr) break;
-      }
-      filling.start(piece, cutter);
-    }
+    // The bus need not wait until every run has been started.
+    if (!cutter.empty() && filling.start(cutter) && !filling.may_submit()) continue;
     filling.submit_oldest();
   }
 }

@@ -146,6 +146,23 @@ void finish_waits_for_a_thread_that_has_begun() {
   }
 }
 
+void a_job_is_done_when_a_thread_has_copied_it() {
+  MemcpyPool pool(1);
+  for (std::size_t round = 0; round < 200; ++round) {
+    Work work(8 << 10, round);
+    CHECK(!pool.is_done(work.job));
+    pool.start(work.job);
+    while (!pool.is_done(work.job)) std::this_thread::yield();
+    CHECK(work.done());
+  }
+  MemcpyPool none(0);
+  Work work(8 << 10, 1);
+  none.start(work.job);
+  CHECK(!none.is_done(work.job));
+  none.finish(work.job);
+  CHECK(none.is_done(work.job));
+}
+
 // Two wait at once, each for a job of its own, and the job of the second ends first.
 void every_waiting_caller_is_woken() {
   MemcpyPool pool(2);
@@ -367,6 +384,7 @@ int main(int count, char** arguments) {
   RUN(an_empty_job_ends);
   RUN(a_job_can_be_started_again);
   RUN(finish_waits_for_a_thread_that_has_begun);
+  RUN(a_job_is_done_when_a_thread_has_copied_it);
   RUN(every_waiting_caller_is_woken);
   RUN(cancel_in_every_state);
   RUN(after_shutdown_the_caller_copies);

@@ -20,6 +20,7 @@ namespace {
 
 // That many more by this thread, then one is refused. Negative: no limit.
 thread_local std::int64_t allocations_left = -1;
+thread_local std::int64_t allocations = 0;
 
 // GCC would see free() where a delete is inlined, and take it for a mismatch.
 void (*volatile give_back)(void*) = std::free;
@@ -28,6 +29,7 @@ void (*volatile give_back)(void*) = std::free;
 
 void* operator new(std::size_t bytes) {
   if (allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+  ++allocations;
   if (void* memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
   throw std::bad_alloc();
 }
@@ -503,6 +505,60 @@ void pieces_are_submitted_in_order() {
   });
 }
 
+// Counts what this thread allocates between the engine's calls, from the first copy on.
+class Between : public CopyEngine {
+ public:
+  explicit Between(CopyEngine& engine) : engine_(engine) {}
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    call([&] { engine_.copy(to, from, bytes); });
+    copied_ = true;
+  }
+  void record(Event event) override {
+    call([&] { engine_.record(event); });
+  }
+  bool query(Event event) override {
+    bool done = false;
+    call([&] { done = engine_.query(event); });
+    return done;
+  }
+  void synchronize(Event event) override {
+    call([&] { engine_.synchronize(event); });
+  }
+
+  std::int64_t allocated = 0;
+
+ private:
+  template <typename Call>
+  void call(Call make) {
+    if (copied_) allocated += allocations - last_;
+    make();
+    last_ = allocations;
+  }
+
+  CopyEngine& engine_;
+  bool copied_ = false;
+  std::int64_t last_ = 0;
+};
+
+// Only a start allocates. How soon a thread has filled the first run is the system's to say, so this goes on until it
+// was soon enough.
+void the_first_run_is_submitted_before_the_last_is_started() {
+  constexpr std::size_t kPieces = 64;
+  Rig rig(kPieces, kLargePiece, 1, Pace::kRandom);
+  for (std::size_t inline_bytes : {0, 100}) {  // by this thread, before those of the pool
+    for (bool early = false; !early;) {
+      Batch batch(1);
+      batch.add(inline_bytes);
+      batch.add((kPieces - 1) * kLargePiece);
+      Between engine(rig.stream);
+      batch.copy(rig.ring, rig.pool, engine);
+      early = engine.allocated > 0;
+      rig.device.finish();
+      CHECK(batch.arrived());
+    }
+  }
+}
+
 // An engine that lies about what has run, on a device that stands still: the only way to be caught is by the bytes.
 class Liar : public CopyEngine {
  public:
@@ -748,6 +804,7 @@ int main() {
   RUN(a_batch_that_fits_waits_for_nothing);
   RUN(runs_share_pieces);
   RUN(pieces_are_submitted_in_order);
+  RUN(the_first_run_is_submitted_before_the_last_is_started);
   RUN(a_piece_reused_too_early_is_noticed);
   RUN(one_call_fails_in_the_middle_of_a_batch);
   RUN(one_copy_fails_in_the_middle_of_a_pack);
