@@ -276,24 +276,30 @@ void packs_of_one_and_many_leaves() {
   });
 }
 
-// A pack is one copy, if a run can hold it.
-class Counting : public CopyEngine {
+class Forwarding : public CopyEngine {
  public:
-  explicit Counting(CopyEngine& engine) : engine_(engine) {}
-  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
-    lengths.push_back(bytes);
-    engine_.copy(to, from, bytes);
-  }
+  explicit Forwarding(CopyEngine& engine) : engine_(engine) {}
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override { engine_.copy(to, from, bytes); }
   void record(Event event) override { engine_.record(event); }
   bool query(Event event) override { return engine_.query(event); }
   void synchronize(Event event) override { engine_.synchronize(event); }
-
-  Sizes lengths;
 
  private:
   CopyEngine& engine_;
 };
 
+class Counting : public Forwarding {
+ public:
+  using Forwarding::Forwarding;
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    lengths.push_back(bytes);
+    Forwarding::copy(to, from, bytes);
+  }
+
+  Sizes lengths;
+};
+
+// If a run can hold it.
 void a_pack_is_one_copy() {
   Rig rig(2, kLeastRun, 2, Pace::kRandom);
   Batch batch(1);
@@ -477,20 +483,16 @@ void runs_share_pieces() {
 }
 
 // Passes everything on, and checks that destinations are written from their beginning to their end.
-class InOrder : public CopyEngine {
+class InOrder : public Forwarding {
  public:
-  InOrder(CopyEngine& engine, const std::byte* begin) : engine_(engine), next_(begin) {}
+  InOrder(CopyEngine& engine, const std::byte* begin) : Forwarding(engine), next_(begin) {}
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
     CHECK(to == next_);
     next_ += bytes;
-    engine_.copy(to, from, bytes);
+    Forwarding::copy(to, from, bytes);
   }
-  void record(Event event) override { engine_.record(event); }
-  bool query(Event event) override { return engine_.query(event); }
-  void synchronize(Event event) override { engine_.synchronize(event); }
 
  private:
-  CopyEngine& engine_;
   const std::byte* next_;
 };
 
@@ -506,36 +508,35 @@ void pieces_are_submitted_in_order() {
 }
 
 // Counts what this thread allocates between the engine's calls, from the first copy on.
-class Between : public CopyEngine {
+class Between : public Forwarding {
  public:
-  explicit Between(CopyEngine& engine) : engine_(engine) {}
+  using Forwarding::Forwarding;
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
-    call([&] { engine_.copy(to, from, bytes); });
+    call([&] { Forwarding::copy(to, from, bytes); });
     copied_ = true;
   }
   void record(Event event) override {
-    call([&] { engine_.record(event); });
+    call([&] { Forwarding::record(event); });
   }
   bool query(Event event) override {
     bool done = false;
-    call([&] { done = engine_.query(event); });
+    call([&] { done = Forwarding::query(event); });
     return done;
   }
   void synchronize(Event event) override {
-    call([&] { engine_.synchronize(event); });
+    call([&] { Forwarding::synchronize(event); });
   }
 
   std::int64_t allocated = 0;
 
  private:
-  template <typename Call>
-  void call(Call make) {
+  template <typename Make>
+  void call(Make make) {
     if (copied_) allocated += allocations - last_;
     make();
     last_ = allocations;
   }
 
-  CopyEngine& engine_;
   bool copied_ = false;
   std::int64_t last_ = 0;
 };
@@ -560,20 +561,18 @@ void the_first_run_is_submitted_before_the_last_is_started() {
 }
 
 // An engine that lies about what has run, on a device that stands still: the only way to be caught is by the bytes.
-class Liar : public CopyEngine {
+class Liar : public Forwarding {
  public:
-  Liar(CopyEngine& engine, Call lie) : engine_(engine), lie_(lie) {}
-  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override { engine_.copy(to, from, bytes); }
+  Liar(CopyEngine& engine, Call lie) : Forwarding(engine), lie_(lie) {}
   void record(Event event) override {
-    if (lie_ != Call::kRecord) engine_.record(event);
+    if (lie_ != Call::kRecord) Forwarding::record(event);
   }
-  bool query(Event event) override { return lie_ == Call::kQuery || engine_.query(event); }
+  bool query(Event event) override { return lie_ == Call::kQuery || Forwarding::query(event); }
   void synchronize(Event event) override {
-    if (lie_ != Call::kSynchronize) engine_.synchronize(event);
+    if (lie_ != Call::kSynchronize) Forwarding::synchronize(event);
   }
 
  private:
-  CopyEngine& engine_;
   const Call lie_;
 };
 
