@@ -87,8 +87,8 @@ auto call_driver(const std::string& what, Step step) {
   }
 }
 
-// Shorter rows are made dense by torch, which is faster at single elements. So are all rows where there is no ring:
-// each would be a copy of its own.
+// Shorter rows are made dense by torch, which is faster at single elements of most dtypes. So are all rows where there
+// is no ring: each would be a copy of its own.
 constexpr std::size_t kLeastRowBytes = 16;
 
 Rows rows_of(const at::Tensor& source, const at::Tensor& output) {
@@ -121,6 +121,7 @@ Copies copies_of(const Sources& sources, const Layout& layout, const Outputs& ou
       rows = rows_of(*source, outputs.tensors[i]);
     }
     Destination& destination = copies.staged[place->storage];
+    if (destination.extents.empty()) destination.extents.reserve(rows.blocks());
     const std::byte* const begin = address_of(*source);
     std::size_t offset = place->offset;
     rows.each_block([&](std::size_t from, std::size_t count, std::size_t stride) {

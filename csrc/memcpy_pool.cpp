@@ -19,7 +19,7 @@ namespace {
 constexpr std::size_t kLeastStreamed = 4 << 10;
 constexpr std::size_t kCacheLine = 64;
 // How far ahead lines of the source are asked for: processors don't do so beyond the end of a page.
-constexpr std::size_t kPrefetchedBytes = 4 << 10;
+constexpr std::size_t kPrefetchedLines = (4 << 10) / kCacheLine;
 
 #ifdef GPUPREFETCH_STREAMS
 
@@ -30,11 +30,8 @@ void store(__m128i* to, __m128i value) { _mm_store_si128(to, value); }
 void store(__m128i* to, __m128i value) { _mm_stream_si128(to, value); }
 #endif
 
-void prefetch(std::uintptr_t address) { _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0); }
-
 // memcpy() reads each line of its destination into the cache before it writes to it, up to lengths that no run has. No
-// processor will read what is staged here, so it need not be there. What is prefetched behind the end of the source, or
-// isn't mapped, does no harm.
+// processor will read what is staged here, so it need not be there.
 void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
   const std::size_t head = (kCacheLine - reinterpret_cast<std::uintptr_t>(to) % kCacheLine) % kCacheLine;
   std::memcpy(to, from, head);
@@ -42,7 +39,9 @@ void copy_past_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
   auto* line = reinterpret_cast<__m128i*>(to + head);
   const auto* source = reinterpret_cast<const __m128i*>(from + head);
   for (std::size_t i = 0; i < lines; ++i, line += 4, source += 4) {
-    prefetch(reinterpret_cast<std::uintptr_t>(source) + kPrefetchedBytes);
+    if (i + kPrefetchedLines < lines) {
+      _mm_prefetch(reinterpret_cast<const char*>(source) + kPrefetchedLines * kCacheLine, _MM_HINT_T0);
+    }
     const __m128i a = _mm_loadu_si128(source);
     const __m128i b = _mm_loadu_si128(source + 1);
     const __m128i c = _mm_loadu_si128(source + 2);
@@ -72,9 +71,9 @@ void copy_all(const std::vector<MemcpyPool::Copy>& copies) {
       std::memset(copy.to, 0, copy.row_bytes * copy.rows);
       continue;
     }
-    std::byte* to = copy.to;
-    const std::byte* from = copy.from;
-    for (std::size_t row = 0; row < copy.rows; ++row, to += copy.row_bytes, from += copy.stride) {
+    for (std::size_t row = 0; row < copy.rows; ++row) {
+      std::byte* const to = copy.to + row * copy.row_bytes;
+      const std::byte* const from = copy.from + row * copy.stride;
       if (copy.row_bytes < kLeastStreamed) {
         std::memcpy(to, from, copy.row_bytes);
       } else {

@@ -48,7 +48,7 @@ class MemcpyPool {
   // by the caller, so a pool without threads, or one that has been shut down, still copies.
   void finish(Job& job);
 
-  // True if a thread has copied the job's bytes, so that finish() would return at once.
+  // Whether finish() would return at once, with nothing left to do.
   bool is_done(const Job& job);
 
   // Returns when no thread touches the job any more. It may or may not have run.

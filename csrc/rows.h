@@ -28,22 +28,30 @@ class Rows {
       count_ /= static_cast<std::size_t>(outer_.back().size);
       outer_.pop_back();
     }
+    for (std::size_t i = outer_.size(); i-- > 1;) {  // two that one step walks over are one
+      const Dimension inside = outer_[i];
+      Dimension& outside = outer_[i - 1];
+      if (outside.from_stride != inside.from_stride * inside.size) continue;
+      outside = {outside.size * inside.size, inside.from_stride, inside.to_stride};
+      outer_.erase(outer_.begin() + static_cast<std::ptrdiff_t>(i));
+    }
   }
 
   std::size_t count() const { return count_; }
   std::size_t row_bytes() const { return row_bytes_; }
+  std::size_t blocks() const { return count_ == 0 ? 0 : count_ / static_cast<std::size_t>(in_block().size); }
 
   // Calls `block(from, rows, stride)` for all rows, in the order in which they lie in dense memory, one behind the
   // other. `from`: where the first of them begins, in bytes behind the tensor's first element; the others follow
   // `stride` bytes apart.
   template <typename Block>
   void each_block(Block block) const {
-    const Dimension rows = outer_.empty() ? Dimension{1, 0, 0} : outer_.back();
+    const Dimension inner = in_block();
     std::vector<std::int64_t> index(outer_.empty() ? 0 : outer_.size() - 1, 0);
     std::int64_t from = 0;  // in elements
-    for (std::size_t done = 0; done < count_; done += static_cast<std::size_t>(rows.size)) {
-      block(static_cast<std::size_t>(from) * item_bytes_, static_cast<std::size_t>(rows.size),
-            static_cast<std::size_t>(rows.from_stride) * item_bytes_);
+    for (std::size_t n = blocks(); n > 0; --n) {
+      block(static_cast<std::size_t>(from) * item_bytes_, static_cast<std::size_t>(inner.size),
+            static_cast<std::size_t>(inner.from_stride) * item_bytes_);
       for (std::size_t i = index.size(); i-- > 0;) {
         from += outer_[i].from_stride;
         if (++index[i] < outer_[i].size) break;
@@ -57,6 +65,8 @@ class Rows {
   struct Dimension {
     std::int64_t size, from_stride, to_stride;
   };
+
+  Dimension in_block() const { return outer_.empty() ? Dimension{1, 0, 0} : outer_.back(); }
 
   std::size_t item_bytes_;
   std::size_t row_bytes_;

@@ -158,18 +158,14 @@ class Filling {
     fill.from = fill.piece->data + begin;
     cutter.cut(fill);
     used_ = begin + (fill.bytes + kRunAlignment - 1) / kRunAlignment * kRunAlignment;
-    if (fill.bytes > kInlineBytes) pool_.start(fill.job);
+    if (!is_short(fill)) pool_.start(fill.job);
+    count_short();
     return true;
   }
 
-  // Whether the pool is through with the oldest run that it was given; those before it are left to submit_oldest(). Not
-  // if there is but one run, behind which the next one may belong.
-  bool may_submit() const {
-    if (fills_.size() == 1) return false;
-    const auto given =
-        std::find_if(fills_.begin(), fills_.end(), [](const Fill& fill) { return fill.bytes > kInlineBytes; });
-    return given != fills_.end() && pool_.is_done(given->job);
-  }
+  // Whether the pool is through with the oldest run that it was given: runs before it are short, and this thread fills
+  // them when it submits them. Not if there is but one run, behind which the next one may belong.
+  bool may_submit() const { return fills_.size() > 1 && short_ < fills_.size() && pool_.is_done(fills_[short_].job); }
 
   // Call it when may_submit(), or when the next run, if there is one, could not be started.
   void submit_oldest() {
@@ -183,17 +179,24 @@ class Filling {
       ring_.release(*fill.piece, true);
     }
     fills_.pop_front();
+    if (short_ > 0) --short_;
+    count_short();
   }
 
  private:
+  static bool is_short(const Fill& fill) { return fill.bytes <= kInlineBytes; }
+  void count_short() {
+    while (short_ < fills_.size() && is_short(fills_[short_])) ++short_;
+  }
   bool is_last_of_piece() const { return fills_.size() == 1 || fills_[1].piece != fills_.front().piece; }
 
   PinnedRing& ring_;
   MemcpyPool& pool_;
   CopyEngine& engine_;
   std::deque<Fill> fills_;
-  std::size_t used_ = 0;  // of the newest piece
-  bool queued_ = false;   // copies out of the oldest piece, with no event behind them yet
+  std::size_t short_ = 0;  // of the oldest runs, how many are short
+  std::size_t used_ = 0;   // of the newest piece
+  bool queued_ = false;    // copies out of the oldest piece, with no event behind them yet
 };
 
 }  // namespace
@@ -202,9 +205,9 @@ void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring,
   Cutter cutter(destinations, ring.piece_bytes());
   Filling filling(ring, pool, engine);
   while (!cutter.empty() || !filling.empty()) {
+    const bool started = !cutter.empty() && filling.start(cutter);
     // The bus need not wait until every run has been started.
-    if (!cutter.empty() && filling.start(cutter) && !filling.may_submit()) continue;
-    filling.submit_oldest();
+    if (!started || filling.may_submit()) filling.submit_oldest();
   }
 }
 

@@ -88,15 +88,21 @@ void gaps_end_a_row() {
 }
 
 void rows_of_even_steps_are_one_block() {
-  const auto blocks = [](const Rows& rows) {
+  const auto blocks = [](const Integers& sizes, const Integers& from_strides, const Integers& to_strides) {
+    const Rows rows(sizes, from_strides, to_strides, kItem);
     std::size_t count = 0;
     rows.each_block([&](std::size_t, std::size_t, std::size_t) { ++count; });
+    CHECK_EQ(rows.blocks(), count);
     return count;
   };
-  CHECK_EQ(blocks(Rows(Integers{7}, Integers{1}, Integers{1}, kItem)), 1);
-  CHECK_EQ(blocks(Rows(Integers{1000, 4}, Integers{8, 1}, Integers{4, 1}, kItem)), 1);
-  CHECK_EQ(blocks(Rows(Integers{5, 1000, 4}, Integers{9000, 8, 1}, Integers{4000, 4, 1}, kItem)), 5);
-  CHECK_EQ(blocks(Rows(Integers{0, 4}, Integers{8, 1}, Integers{4, 1}, kItem)), 0);
+  CHECK_EQ(blocks({7}, {1}, {1}), 1);
+  CHECK_EQ(blocks({1000, 4}, {8, 1}, {4, 1}), 1);
+  CHECK_EQ(blocks({5, 1000, 4}, {9000, 8, 1}, {4000, 4, 1}), 5);
+  CHECK_EQ(blocks({5, 1000, 4}, {8000, 8, 1}, {4000, 4, 1}), 1);
+  CHECK_EQ(blocks({3, 5, 2, 4}, {80, 16, 8, 1}, {40, 8, 4, 1}), 1);
+  CHECK_EQ(blocks({3, 5, 2, 4}, {90, 16, 8, 1}, {40, 8, 4, 1}), 3);
+  CHECK_EQ(blocks({3, 5, 4}, {0, 0, 1}, {20, 4, 1}), 1);
+  CHECK_EQ(blocks({0, 4}, {8, 1}, {4, 1}), 0);
 }
 
 void elements_may_be_read_more_than_once() {
