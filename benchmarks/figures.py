@@ -18,7 +18,7 @@ import throughput_tables
 from result_files import Unwritable, read
 
 ROOT = Path(__file__).resolve().parent.parent
-LANES = ("memory-kernels-h200", "docs/lanes.png")  # whose timeline docs/how-it-works.md shows, and where it goes
+LANES = ("memory-kernels", "docs/lanes.png")  # whose timeline docs/how-it-works.md shows, and where it goes
 
 BEGIN = "<!-- figures: "
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w -]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -39,6 +39,8 @@ def block(name: str) -> str:
         "calls": other_tables.calls,
         "machine": throughput_tables.machine,
         "steps machine": throughput_tables.steps_machine,
+        "steps h100": functools.partial(throughput_tables.steps, "h100"),
+        "steps machine h100": functools.partial(throughput_tables.steps_machine, "h100"),
         "rows": throughput_tables.rows,
         "earlier": throughput_tables.earlier,
         "windows fix": throughput_tables.windows_fix,

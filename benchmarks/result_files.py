@@ -16,14 +16,14 @@ class Unwritable(Exception):
 def read(name: str) -> dict[str, Any]:
     file = RESULTS / f"{name}.json"
     if not file.is_file():
-        raise Unwritable(f"there is no {file.name} in benchmarks/results")
+        raise Unwritable(f"there is no {name}.json in benchmarks/results")
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return result
 
 
-def cells() -> dict[str, dict[str, Any]]:
-    """Every result of throughput.py that is there, by the name of its file."""
-    named = {path.stem: read(path.stem) for path in sorted(RESULTS.glob("*.json"))}
+def cells(folder: str = ".") -> dict[str, dict[str, Any]]:
+    """Every result of throughput.py in a folder of the results, by the name of its file."""
+    named = {path.stem: read(f"{folder}/{path.stem}") for path in sorted((RESULTS / folder).glob("*.json"))}
     return {name: result for name, result in named.items() if result["benchmark"] == "throughput"}
 
 

@@ -39,9 +39,10 @@ WAYS = {"gpuprefetch": "threads", "workers": "processes"}
 BELOW_BOUND = r"\*"
 
 
-def steps() -> str:
+def steps(folder: str = ".") -> str:
     """README's table: ms a step, of a few rows in a few cells."""
-    results = {heading: cells()[name] for name, heading in COLUMNS.items() if name in cells()}
+    found = cells(folder)
+    results = {heading: found[name] for name, heading in COLUMNS.items() if name in found}
     lines = [["ms a step", *results]]
     lines.append(["compute alone, on the device", *(one_digit(r["parts_ms"]["compute"]) for r in results.values())])
     for name, label in README_ROWS.items():
@@ -87,9 +88,9 @@ def over_parts(result: dict[str, Any], row: dict[str, Any], parts: tuple[str, ..
     return statistics.median(own / longest for own, longest in zip(row["ms_per_step"]["raw"], alone, strict=True))
 
 
-def steps_machine() -> str:
-    """README.md: where the cells of its table were measured."""
-    return _machine({name: result for name, result in cells().items() if name in COLUMNS})
+def steps_machine(folder: str = ".") -> str:
+    """Where the cells of that table were measured."""
+    return _machine({name: result for name, result in cells(folder).items() if name in COLUMNS})
 
 
 def machine() -> str:
