@@ -8,7 +8,7 @@ import gil_takes as gil_takes_script
 import gpu_dataset as gpu_dataset_script
 import ready_batches as ready_batches_script
 import slow_datasets as slow_datasets_script
-from page_text import left_out, markdown, paragraph, parts_alone, told
+from page_text import left_out, markdown, origin, paragraph, parts_alone, told
 from result_files import names, read
 
 
@@ -16,8 +16,8 @@ def calls() -> str:
     handover, memory = read("handover"), read("memory")
     took, size = handover["next_us"], memory["peak"]["batches_above_own"]
     return paragraph(
-        f"With a batch ready, `next()` takes {took['median']:.0f} us (median of {handover['settings']['calls']}; p99 "
-        f"{took['p99']:.0f} us).",
+        f"On one {origin(handover['environment'])}: with a batch ready, `next()` takes {took['median']:.0f} us (median "
+        f"of {handover['settings']['calls']}; p99 {took['p99']:.0f} us).",
         f"Device memory above the loop's own: {max(size.values()):.1f} batches.",
         f"Pinned memory: {memory['growth']['last']['pinned_bytes'] >> 20} MiB.",
     )

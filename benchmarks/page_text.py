@@ -45,6 +45,12 @@ def described(environment: dict[str, Any]) -> str:
     return f"{device}; {software.rsplit(', ', 1)[0]}"
 
 
+def origin(environment: dict[str, Any]) -> str:
+    """Device and code. What was measured before commits were noted is older than all that names one."""
+    commit = environment.get("commit")
+    return f"{environment['device_name']}, " + (f"commit {commit}" if commit else "older code")
+
+
 def command(environment: dict[str, Any]) -> str:
     """What was typed, without the files it wrote, and before it what gave it fewer processors than there are."""
     usable = environment["cpus_usable"]

@@ -1,4 +1,9 @@
-"""Rows of worker processes and of other packages, each set up as its own documentation says."""
+"""Rows of worker processes and of other packages, each set up as its own documentation says.
+
+torchdata.nodes: https://docs.pytorch.org/data/0.11/migrate_to_nodes_from_utils.html
+SPDL: https://facebookresearch.github.io/spdl/main/performance_analysis/setup.html
+timm: around a DataLoader, as its ``create_loader`` puts it
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PART_LABELS = {
     "stage": "stage: copy it to pinned memory",
     "copy": "copy: pinned memory to the device",
     "compute": "compute: the training step itself",
-    "rested": "rested: the same after the device had nothing to do",
+    "rested": "rested: the same, after the host has loaded a batch",
 }
 
 
@@ -57,14 +57,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
     above.sharex(below)
     _bars(above, [PART_LABELS[name] for name in parts], list(parts.values()), [PARTS] * len(parts))
     above.set_title(
-        "What one step needs, each part measured alone. One after the other, load, stage, copy and compute take\n"
-        "their sum; done at the same time, while the step before is computed, at best as long as the longest.",
+        "What one step needs, each part measured alone. One after the other, load, stage, copy and\n"
+        "compute take their sum; beside the step before, at best as long as the longest of them.",
         loc="left",
         fontsize=10,
     )
 
     colours = [OURS if row["name"].startswith("gpuprefetch") else OTHERS for row in rows]
-    labels = [f"{row['name']}\n{textwrap.fill(row['description'], 60)}" for row in rows]
+    told = [f"{row['description']}. Bound: {row['bound_formula']}" for row in rows]
+    labels = [f"{row['name']}\n{textwrap.fill(text, 60)}" for row, text in zip(rows, told, strict=True)]
     notes = [f"  {row['multiple_of_bound']['median']:.2f}x the bound{'*' * row['below_bound']}" for row in rows]
     _bars(below, labels, [row["ms_per_step"] for row in rows], colours, notes)
     for position, row in enumerate(rows):
@@ -150,7 +151,7 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
             told += "A gap in the lowest lane is a device that waits for data; waits within a step don't show.\n"
         if any("stage" in timeline["lanes"] for timeline in timelines):  # else there was no device to trace
             told += "stage ends when a batch's last copy is queued: from ordinary memory that waits for the device.\n"
-            told += "Seen by a profiler, beside which steps take longer than otherwise."
+            told += "Traced by a profiler in epochs of their own, so that times differ from those that are measured."
         panels[-1].set_xlabel(told.rstrip("\n"))
 
 

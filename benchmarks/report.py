@@ -137,8 +137,8 @@ def why_below_bound(settings: dict[str, Any]) -> str:
     if settings.get("decoder") == TORCHVISION.name:
         return "torch splits the operations of a sample over all its threads in the part load, over fewer in a row"
     return (
-        "its parts took longer alone (on a busy machine, or where a batch takes a fraction of a millisecond), so the "
-        "row is not to be trusted"
+        "its parts took longer alone (on a busy machine, with a step that moves from one repeat to the next, or where "
+        "a batch takes a fraction of a millisecond), so the row is not to be trusted"
     )
 
 

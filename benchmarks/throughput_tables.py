@@ -9,7 +9,18 @@ from typing import Any
 import in_process  # noqa: F401  (registers the rows: so do the next two)
 import ours  # noqa: F401
 import peers  # noqa: F401
-from page_text import command, described, labelled, markdown, one_digit, paragraph, parts_alone, ranged, wrongly
+from page_text import (
+    command,
+    described,
+    labelled,
+    markdown,
+    one_digit,
+    origin,
+    paragraph,
+    parts_alone,
+    ranged,
+    wrongly,
+)
 from report import mebibytes, setting_line, unless_apart, why_below_bound
 from result_files import Unwritable, cells, find, read
 from rows import ROWS, rows_called, split_name
@@ -77,7 +88,7 @@ def cell(name: str) -> str:
     if any(row["below_bound"] for row in result["rows"]):
         said.append(f"{BELOW_BOUND}: more than 2 % below its bound: {why_below_bound(result['settings'])}.")
     said.append(f"{files}.")
-    settings = paragraph(setting_line(result["settings"]) + ".", *said)
+    settings = paragraph(f"{setting_line(result['settings'])}; {origin(result['environment'])}.", *said)
     return f"    {command(result['environment'])}\n\n{settings}\n\n{markdown(lines)}"
 
 
