@@ -7,7 +7,7 @@ import warnings
 
 import torch
 from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, family, gathered, row, staged_beside
-from target import Target
+from target import Target, Unusable
 from workloads import changed
 
 
@@ -17,7 +17,9 @@ def _not_installed(target: Target) -> str | None:
 
         PrefetchIterator([], target.device).close()  # raises where the compiled part is needed and missing
     except ImportError as error:
-        return f"gpuprefetch can't be used: {str(error).splitlines()[0]}"
+        raise Unusable(
+            f"gpuprefetch can't be used: {str(error).splitlines()[0]}. Install it: python -m pip install ."
+        ) from error
     return None
 
 

@@ -33,12 +33,6 @@ def labelled(name: str) -> str:
     return f"**{name}**" if "gpuprefetch" in name else name
 
 
-def wrongly(row: dict[str, Any]) -> str:
-    """In how many repeats a row's batches were wrong, if they were."""
-    wrong, of = len(row["wrong_repeats"]), len(row["ms_per_step"]["raw"])
-    return f" (wrong in {wrong} of {of})" * bool(wrong)
-
-
 def described(environment: dict[str, Any]) -> str:
     """Device and software, without the kernel's build."""
     device, software = headline(environment)

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from report import setting_line, why_below_bound
+from report import setting_line, why_below_bound, wrongly
 from target import headline
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -66,7 +66,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     colours = [OURS if row["name"].startswith("gpuprefetch") else OTHERS for row in rows]
     told = [f"{row['description']}. Bound: {row['bound_formula']}" for row in rows]
     labels = [f"{row['name']}\n{textwrap.fill(text, 60)}" for row, text in zip(rows, told, strict=True)]
-    notes = [f"  {row['multiple_of_bound']['median']:.2f}x the bound{'*' * row['below_bound']}" for row in rows]
+    notes = [
+        f"  {row['multiple_of_bound']['median']:.2f}x the bound{'*' * row['below_bound']}{wrongly(row)}" for row in rows
+    ]
     _bars(below, labels, [row["ms_per_step"] for row in rows], colours, notes)
     for position, row in enumerate(rows):
         bound = row["bound_ms"]["median"]
@@ -79,7 +81,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     below.set_xlim(left=0, right=1.35 * _longest(result))
     _timelines(panels, timelines)
 
-    figure.suptitle(_title(result), fontsize=9, x=0.01, ha="left")
+    figure.suptitle("\n".join([*_title(result), *_marks(result)]), fontsize=9, x=0.01, ha="left")
     figure.savefig(path, dpi=130, format="png")
     pyplot.close(figure)
 
@@ -97,7 +99,7 @@ def draw_timelines(result: dict[str, Any], path: Path) -> None:
         len(timelines), 1, figsize=(11, 0.9 + sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
     )
     _timelines(list(panels[:, 0]), timelines)
-    figure.suptitle(_title(result), fontsize=8, x=0.01, ha="left")
+    figure.suptitle("\n".join(_title(result)), fontsize=8, x=0.01, ha="left")
     figure.savefig(path, dpi=130, format="png")
     pyplot.close(figure)
 
@@ -155,13 +157,20 @@ def _timelines(panels: list[Any], timelines: list[dict[str, Any]]) -> None:
         panels[-1].set_xlabel(told.rstrip("\n"))
 
 
-def _title(result: dict[str, Any]) -> str:
+def _title(result: dict[str, Any]) -> list[str]:
     settings = result["settings"]
-    lines = [setting_line(settings), f"compute: {settings['step_description']}", *headline(result["environment"])]
-    lines += result["notes"]
+    machine = headline(result["environment"])
+    return [setting_line(settings), f"compute: {settings['step_description']}", *machine, *result["notes"]]
+
+
+def _marks(result: dict[str, Any]) -> list[str]:
+    """What the marks behind a row's figures mean."""
+    lines = []
     if any(row["below_bound"] for row in result["rows"]):
-        lines.append(f"*: more than 2 % below its bound: {why_below_bound(settings)}")
-    return "\n".join(lines)
+        lines.append(f"*: more than 2 % below its bound: {why_below_bound(result['settings'])}")
+    if any(row["wrong_repeats"] for row in result["rows"]):
+        lines.append("wrong in so many repeats: its batches were not those of the plain loader, each once and in order")
+    return lines
 
 
 def _longest(result: dict[str, Any]) -> float:

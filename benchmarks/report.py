@@ -121,6 +121,12 @@ def _over_compute(rows: list[dict[str, Any]]) -> list[str]:
     return ["x compute: ms a step over that of compute in the same repeat, median", *over, ""]
 
 
+def wrongly(row: dict[str, Any]) -> str:
+    """In how many repeats a row's batches were wrong, if they were."""
+    wrong, of = len(row["wrong_repeats"]), len(row["ms_per_step"]["raw"])
+    return f" (wrong in {wrong} of {of})" * bool(wrong)
+
+
 def is_apart(row: dict[str, Any], other: dict[str, Any]) -> bool:
     """True if no repeat of the one took as long as any of the other."""
     one, two = row["ms_per_step"], other["ms_per_step"]
@@ -221,6 +227,10 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _marked(row: dict[str, Any]) -> str:
+    return f"{row['ms_per_step']['median']:.2f}{'*' * row['below_bound']}{'!' * bool(row['wrong_repeats'])}"
+
+
 def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
     """Two results side by side, row by row, after whatever differs in their settings and environments."""
     lines = [f"{name}: {setting_line(result['settings'])}" for name, result in (("first", first), ("second", second))]
@@ -241,18 +251,24 @@ def comparison(first: dict[str, Any], second: dict[str, Any]) -> str:
         cells.append(
             [
                 row["name"],
-                *(f"{one['median']:.2f}", interval(one, 2), f"{two['median']:.2f}", interval(two, 2)),
+                *(_marked(row), interval(one, 2), _marked(other), interval(two, 2)),
                 f"{two['median'] / one['median']:.3f}",
                 "one repeat" if len(one["raw"]) == len(two["raw"]) == 1 else told_apart,
             ]
         )
-    left_out = [row["name"] for row in [*first["rows"], *second["rows"]] if row["name"] not in {c[0] for c in cells}]
+    names = {cell[0] for cell in cells}
+    compared = [row for row in [*first["rows"], *second["rows"]] if row["name"] in names]
+    left_out = [row["name"] for row in [*first["rows"], *second["rows"]] if row["name"] not in names]
     lines += [
         "",
         *columns(cells),
         "",
         "ratio: second over first; apart: no repeat of one took as long as any of the other",
     ]
+    if any(row["below_bound"] for row in compared):
+        lines.append("*: more than 2 % below its bound, so not to be trusted")
+    if any(row["wrong_repeats"] for row in compared):
+        lines.append("!: gave other batches than the plain loader in some repeats")
     if left_out:
         lines.append(f"only in one of them: {', '.join(left_out)}")
     return "\n".join(lines)

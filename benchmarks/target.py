@@ -109,8 +109,8 @@ def find_target(wanted: str | None) -> Target:
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type != device.type:
-        found = "none" if accelerator is None else accelerator.type
-        raise Unusable(f"--device {wanted!r} can't be used: the accelerator that torch finds here is {found}")
+        found = "no accelerator" if accelerator is None else f"{accelerator.type} as the accelerator"
+        raise Unusable(f"--device {wanted!r} can't be used: torch finds {found} here")
     if device.index is None and device.type in ("cuda", "xpu"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     if device.index is not None and device.index >= torch.accelerator.device_count():

@@ -56,7 +56,7 @@ def test_cells_of_machines_that_differ_are_told_apart(monkeypatch):
     described = throughput_tables.machine()
     monkeypatch.setattr(throughput_tables, "cells", lambda: {**alone, "odd": other})
     first, second = " ".join(throughput_tables.machine().split()).split(" - ")
-    assert first == f"- {' '.join(described.split())[:-1]}: ready samples, GPU-bound step; few-cores."
+    assert first == f"- {' '.join(described.split())[:-1]}: memory-kernels; few-cores."
     assert second.startswith("another GPU, ") and second.endswith(": odd.")
 
 

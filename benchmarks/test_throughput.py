@@ -325,7 +325,7 @@ def test_a_peer_that_fails_is_left_out_and_ours_is_not(loader, target, plan):
         (["--json", "nowhere/x.json"], "there is no folder 'nowhere'"),
         (["--plot", "nowhere/x.png"], "there is no folder 'nowhere'"),
         (["--compare", "a", "b", "--json", "x.json"], "--compare measures nothing"),
-        (["--steps", "49"], "--steps must be at least 50"),
+        (["--steps", "49"], "--steps: must be a number from 50 to 1000000, got '49'"),
         (["--threads", "0,2"], "must be numbers from 1 to 256, as in 1,2,4; got '0,2'"),
         (["--threads", "2,x"], "must be numbers from 1 to 256"),
         (["--threads", "257"], "must be numbers from 1 to 256"),
@@ -366,7 +366,8 @@ def test_what_can_t_be_compared(text, said, tmp_path, capsys):
 
 def fake_row(name, *raw, **more):
     figure = {"median": sorted(raw)[len(raw) // 2], "low": min(raw), "high": max(raw), "raw": list(raw)}
-    return {"name": name, "ms_per_step": figure, "ours": name.startswith("gpuprefetch"), **more}
+    whole = {"below_bound": False, "wrong_repeats": []}
+    return {"name": name, "ms_per_step": figure, "ours": name.startswith("gpuprefetch"), **whole, **more}
 
 
 def test_who_is_faster_is_said():
@@ -553,10 +554,31 @@ def test_two_results_side_by_side(tmp_path, capsys):
         )
     assert throughput.main(throughput.parse_arguments(["--compare", *map(str, files)])) == 0
     said = capsys.readouterr().out
+    assert said.startswith(f"first: {files[0]}\nsecond: {files[1]}\n")
     assert "torch: 2.11  ->  2.12" in said and said.count("->") == 1
     assert [line.split()[-2:] for line in said.splitlines() if line.startswith("gpuprefetch")] == [["1.909", "apart"]]
     assert [line.split()[-1] for line in said.splitlines() if line.startswith("thread")] == ["spread"]
     assert "only in one of them: a.json, b.json" in said
+
+
+def test_a_comparison_marks_what_not_to_trust():
+    def result(**marks):
+        names = ("workload", "step", "batch_size", "steps", "repeats", "sync_every_step")
+        return {"settings": dict.fromkeys(names, 50), "environment": {}, "rows": [fake_row("thread", 1, 2, 3, **marks)]}
+
+    said = report.comparison(result(below_bound=True), result(wrong_repeats=[1]))
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("thread")] == ["2.00*"]
+    assert " 2.00! " in said and "*: more than 2 %" in said and "!: gave other batches" in said
+    whole = report.comparison(result(), result())
+    assert "*" not in whole and "!" not in whole
+
+
+def test_without_the_package_there_is_no_result(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gpuprefetch", None)  # as if it were not installed
+    options = throughput.parse_arguments(["--device", "cpu", "--loaders", "thread,gpuprefetch"])
+    assert throughput.main(options) == 1
+    said = capsys.readouterr()
+    assert "gpuprefetch can't be used" in said.err and "python -m pip install ." in said.err and said.out == ""
 
 
 def test_results_that_can_hardly_be_compared(tmp_path):

@@ -68,8 +68,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--steps",
-        type=_number(1, 10**6),
-        help=f"an epoch; at least {MIN_STEPS}; by default as many as keep the run short",
+        type=_number(MIN_STEPS, 10**6),
+        help=f"an epoch; at least {MIN_STEPS}, or the first batch weighs too much; by default as many as keep the run "
+        "short",
     )
     add("--repeats", type=_number(1, 10**4), help="epochs of every row; by default 3 to 7")
     add("--sync-every-step", action="store_true", help="read the loss after every step, as loops that print it do")
@@ -107,8 +108,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
 
-    if options.steps is not None and options.steps < MIN_STEPS:
-        parser.error(f"--steps must be at least {MIN_STEPS}, or the first batch weighs too much; got {options.steps}")
     if options.data is not None and options.workload != "jpeg":
         parser.error(f"--data is for --workload jpeg, not {options.workload}")
     if options.data is not None and not options.data.is_dir():
@@ -142,7 +141,7 @@ def _wanted(loaders: str | None, threads: list[int] | None) -> list[str]:
         return list(ROWS)
     if loaders is None:
         return list(THREADS_ROWS) if threads else _default_rows()
-    return [name for name in loaders.split(",") if name]
+    return [name.strip() for name in loaders.split(",") if name.strip()]
 
 
 def choose_rows(wanted: list[Row], target: Target) -> tuple[list[Row], list[dict[str, str]]]:
@@ -267,7 +266,9 @@ def complaint(result: dict[str, Any]) -> str | None:
 def main(options: argparse.Namespace) -> int:
     if options.compare:
         try:
-            say(comparison(*map(read_result, options.compare)))
+            results = [read_result(file) for file in options.compare]
+            say("\n".join(f"{name}: {file}" for name, file in zip(("first", "second"), options.compare, strict=True)))
+            say(comparison(*results))
         except (OSError, Unusable) as error:
             print(f"throughput.py: {error}", file=sys.stderr)
             return 1

@@ -19,9 +19,8 @@ from page_text import (
     paragraph,
     parts_alone,
     ranged,
-    wrongly,
 )
-from report import mebibytes, setting_line, unless_apart, why_below_bound
+from report import mebibytes, setting_line, unless_apart, why_below_bound, wrongly
 from result_files import Unwritable, cells, find, read
 from rows import ROWS, rows_called, split_name
 
@@ -44,6 +43,7 @@ README_ROWS = {
     "gpuprefetch": "**gpuprefetch**",
     "gpuprefetch0": "**gpuprefetch**, `num_threads=0`",
     "gpuprefetch8": "**gpuprefetch**, `num_threads=8`",
+    "gpuprefetch-workers8": "**gpuprefetch** around the 8 worker processes",
 }
 DECODERS = {"opencv": "OpenCV", "torchvision": "torchvision.io", "pil": "PIL"}  # in the order of their tables
 WAYS = {"gpuprefetch": "threads", "workers": "processes"}
@@ -57,7 +57,9 @@ def steps(folder: str = ".") -> str:
     lines = [["ms a step", *results]]
     lines.append(["compute alone, on the device", *(one_digit(r["parts_ms"]["compute"]) for r in results.values())])
     for name, label in README_ROWS.items():
-        lines.append([label, *(_ms_and_wrong(find(result, name)) for result in results.values())])
+        figures = [_ms_and_wrong(find(result, name)) for result in results.values()]
+        if any(figures):  # older results lack a row
+            lines.append([label, *figures])
     return markdown(lines)
 
 
@@ -68,7 +70,7 @@ def ms_a_step(row: dict[str, Any] | None) -> str:
 def cell(name: str) -> str:
     """docs/performance.md: everything that one run says of its rows."""
     result = read(name)
-    head = "row|ms a step|lowest to highest|x bound|x compute|waited|first ms|host|pinned|device"
+    head = "row|ms a step|lowest to highest|bound|x bound|x compute|waited|first ms|host|pinned|device"
     lines = [head.split("|")]
     for row in result["rows"]:
         step = row["ms_per_step"]
@@ -76,6 +78,7 @@ def cell(name: str) -> str:
             [
                 labelled(row["name"]) + wrongly(row),
                 *ranged(step),
+                f"{row['bound_ms']['median']:.2f}",
                 f"{row['multiple_of_bound']['median']:.2f}" + BELOW_BOUND * row["below_bound"],
                 f"{over_parts(result, row):.2f}",
                 f"{row['waited_share']['median']:.0%}",
@@ -117,7 +120,7 @@ def _machine(results: dict[str, dict[str, Any]]) -> str:
         environment = result["environment"]
         if environment.get("gil", True):
             all_cores = {**environment, "cpus_usable": environment["cpu_count"]}  # some cells were given fewer
-            kinds.setdefault(described(all_cores), []).append(COLUMNS.get(name, name))
+            kinds.setdefault(described(all_cores), []).append(name)
     if len(kinds) == 1:
         return paragraph(f"{kinds.popitem()[0]}.")
     return "\n".join(
