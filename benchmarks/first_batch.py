@@ -27,7 +27,7 @@ from epoch import Batch, Checksum, time_epoch
 from experiment import figure
 from output import check_files, finish, start
 from report import columns, interval
-from rows import MOST_THREADS, ROWS, Loader, Row, rows_called, split_name
+from rows import MOST_THREADS, ROWS, Loader, Row, choose_rows, rows_called, split_name
 from steps import Nothing
 from target import Target, Unusable, describe, find_target, headline
 from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, make_loader, make_workload
@@ -121,10 +121,7 @@ def report(result: dict[str, Any]) -> str:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     target = find_target(options.device)
-    reasons = {row.name: row.missing(target) for row in options.rows}
-    rows = [row for row in options.rows if reasons[row.name] is None]
-    if not rows:
-        raise Unusable("no row can run: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    rows, left_out = choose_rows(options.rows, target)
     make = make_workload(options.workload, DISTINCT_SAMPLES[options.workload], options.seed, None, options.decoder)
     seconds = measure(rows, make_loader(make, options.batch_size, options.steps), target, options)
     return {
@@ -137,7 +134,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
         "load_ms": figure([1e3 * took for took in seconds[LOAD]]),
         "rows": [over_load(row, seconds[row.name], seconds[LOAD]) for row in rows],
-        "left_out": [{"name": name, "reason": reason} for name, reason in reasons.items() if reason],
+        "left_out": left_out,
     }
 
 

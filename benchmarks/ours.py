@@ -7,32 +7,20 @@ import warnings
 
 import torch
 from rows import GATHERED, GATHERED_BESIDE_COMPUTE, Loader, Opened, family, gathered, row, staged_beside
-from target import Target, Unusable
+from target import Target
 from workloads import changed
-
-
-def _not_installed(target: Target) -> str | None:
-    try:
-        from gpuprefetch import PrefetchIterator
-
-        PrefetchIterator([], target.device).close()  # raises where the compiled part is needed and missing
-    except ImportError as error:
-        raise Unusable(
-            f"gpuprefetch can't be used: {str(error).splitlines()[0]}. Install it: python -m pip install ."
-        ) from error
-    return None
 
 
 def _nothing_to_copy(target: Target) -> str | None:
     if not target.accelerated:
         return f"on {target.device.type} it is the plain loader: it loads inside next(), and nothing is copied"
-    return _not_installed(target)
+    return None
 
 
 def _takes_another_device(target: Target) -> str | None:
     if not target.accelerated and torch.accelerator.is_available():
         return f"DataLoaderX takes the accelerator, not {target.device.type}"
-    return _not_installed(target)
+    return None
 
 
 def prefetched(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
@@ -49,7 +37,6 @@ row(
     "PrefetchIterator(loader), one loader thread and the copying threads",
     bound=GATHERED,
     loads_beside=True,
-    missing=_not_installed,
 )(functools.partial(prefetched, 1))
 row(
     "gpuprefetch0",
@@ -90,7 +77,6 @@ family(
     "gpuprefetch",
     "PrefetchIterator(loader, num_threads={0}), samples on {0} threads",
     bound=gathered,
-    missing=_not_installed,
 )(prefetched)
 
 
@@ -98,7 +84,6 @@ family(
     "gpuprefetch-workers",
     "PrefetchIterator(loader), where the loader has num_workers={} (processes)",
     bound=staged_beside,
-    missing=_not_installed,
 )
 def around_processes(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     from gpuprefetch import PrefetchIterator

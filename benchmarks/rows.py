@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from epoch import Batch
 from parts import Parts
-from target import Target
+from target import Target, Unusable
 from torch.utils.data import DataLoader
 
 Loader = DataLoader[Batch]
@@ -177,3 +177,30 @@ def rows_called(name: str, counts: Sequence[int]) -> list[Row]:
     if isinstance(registered, Family) and name != letters and 1 <= count <= MOST_THREADS:
         return [registered.row(count)]
     return []
+
+
+def choose_rows(wanted: list[Row], target: Target) -> tuple[list[Row], list[dict[str, str]]]:
+    """The rows to run, and those that can't run here with the reason. Raises Unusable if none is left, or
+    if some are the package's and that can't be used: the others alone would be a table without its subject."""
+    if any(row.is_ours for row in wanted):
+        _require_package(target)
+    chosen, left_out = [], []
+    for row in wanted:
+        reason = row.missing(target)
+        if reason:
+            left_out.append({"name": row.name, "reason": reason})
+        else:
+            chosen.append(row)
+    if not chosen:
+        raise Unusable("no row can run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
+    return chosen, left_out
+
+
+def _require_package(target: Target) -> None:
+    try:
+        from gpuprefetch import PrefetchIterator
+
+        PrefetchIterator([], target.device).close()  # raises where the compiled part is needed and missing
+    except ImportError as error:
+        said = str(error).splitlines()[0]
+        raise Unusable(f"gpuprefetch can't be used: {said}. Install it: python -m pip install .") from error

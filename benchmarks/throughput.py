@@ -24,10 +24,10 @@ from experiment import run
 from output import check_files, finish, say, start
 from plot import draw
 from report import comparison, table
-from rows import MOST_THREADS, ROWS, Family, Row, rows_called
+from rows import MOST_THREADS, ROWS, Family, Row, choose_rows, rows_called
 from scaling import multiples_of_one, over_processes
 from steps import Wait
-from target import Target, Unusable, describe, find_target
+from target import Unusable, describe, find_target
 from timeline import timelines
 from workloads import DESCRIPTIONS, DISTINCT_SAMPLES, find_images, make_loader, make_workload
 
@@ -142,20 +142,6 @@ def _wanted(loaders: str | None, threads: list[int] | None) -> list[str]:
     if loaders is None:
         return list(THREADS_ROWS) if threads else _default_rows()
     return [name.strip() for name in loaders.split(",") if name.strip()]
-
-
-def choose_rows(wanted: list[Row], target: Target) -> tuple[list[Row], list[dict[str, str]]]:
-    """The rows to run, and those that can't run here with the reason. Raises Unusable if none is left."""
-    chosen, left_out = [], []
-    for row in wanted:
-        reason = row.missing(target)
-        if reason:
-            left_out.append({"name": row.name, "reason": reason})
-        else:
-            chosen.append(row)
-    if not chosen:
-        raise Unusable("no row can run: " + "; ".join(f"{row['name']}: {row['reason']}" for row in left_out))
-    return chosen, left_out
 
 
 def disturbed(measured: dict[str, Any]) -> list[str]:
