@@ -130,8 +130,9 @@ def test_nvidia_smi(monkeypatch, tmp_path, script, cards):
 @pytest.mark.process
 def test_a_program_that_hangs(monkeypatch):
     monkeypatch.setattr(_doctor_system, "_LIMIT_SECONDS", 0.5)
+    stuck = "import time; print(5, flush=True); time.sleep(60)"
     started = time.monotonic()
-    assert _doctor_system.output_of([sys.executable, "-c", "import time; print(5, flush=True); time.sleep(60)"]) is None  # stuck
+    assert _doctor_system.output_of([sys.executable, "-c", stuck]) is None
     assert time.monotonic() - started < 30
 
 

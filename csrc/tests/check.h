@@ -50,6 +50,17 @@ inline std::atomic<std::int64_t> current_case{0};  // tests with many cases set 
 #define CHECK_LE(left, right) CHECK_OP(left, <=, right)
 #define CHECK_GE(left, right) CHECK_OP(left, >=, right)
 
+// Whether the call ends by such an error.
+template <typename Error, typename Call>
+bool throws(Call call) {
+  try {
+    call();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
 // Ends the process when it is still there after `limit`.
 class Watchdog {
  public:

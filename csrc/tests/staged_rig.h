@@ -169,8 +169,8 @@ void on_every_rig(Test test) {
   }
 }
 
-inline void copy_and_check(Rig& rig, std::vector<Batch>& batches) {
-  for (auto& batch : batches) batch.copy(rig.ring, rig.pool, rig.stream);
+inline void copy_and_check(Rig& rig, std::vector<Batch>& batches, CopyEngine& engine) {
+  for (auto& batch : batches) batch.copy(rig.ring, rig.pool, engine);
   rig.device.finish();
   for (const auto& batch : batches) CHECK(batch.arrived());
 }

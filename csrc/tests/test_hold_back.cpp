@@ -363,13 +363,7 @@ void a_failed_query_leaves_the_wait_and_the_next_call_is_right() {
     for (int i = 0; i < 4; ++i) rig.ask();
     rig.finish_before(2);
     rig.copy_stream.fail_at(Call::kQuery, k);
-    bool failed = false;
-    try {
-      rig.room(3, kLarge);
-    } catch (const DeviceError&) {
-      failed = true;
-    }
-    CHECK(failed);
+    CHECK(throws<DeviceError>([&] { rig.room(3, kLarge); }));
     CHECK_EQ(rig.room(3, kLarge), Room::kFree);
   }
 }

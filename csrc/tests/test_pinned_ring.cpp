@@ -160,17 +160,13 @@ void a_failed_wait_loses_no_piece() {
     for (std::size_t i = 0; i < 2; ++i) rig.send(rig.ring.acquire(rig.stream), pattern(kPieceBytes, i), to[i]);
     for (Call call : {Call::kSynchronize, Call::kQuery}) {
       rig.stream.fail_at(call, 0);
-      bool failed = false;
-      try {
+      CHECK(throws<DeviceError>([&] {
         if (call == Call::kSynchronize) {
           rig.ring.acquire(rig.stream);
         } else {
           rig.ring.try_acquire(rig.stream);
         }
-      } catch (const DeviceError&) {
-        failed = true;
-      }
-      CHECK(failed);
+      }));
     }
     CHECK(rig.ring.try_acquire(rig.stream) == nullptr);  // still in flight, both
     rig.stream.let_go();

@@ -27,7 +27,7 @@ void sizes_around_a_piece() {
       batches.emplace_back(batches.size());
       batches.back().add(bytes);
     }
-    copy_and_check(rig, batches);
+    copy_and_check(rig, batches, rig.stream);
   });
 }
 
@@ -36,7 +36,7 @@ void many_destinations() {
     std::vector<Batch> batches;
     batches.emplace_back(1);
     for (std::size_t i = 0; i < 200; ++i) batches[0].add(i % 7 == 0 ? 0 : 1 + i * 37 % 700);
-    copy_and_check(rig, batches);
+    copy_and_check(rig, batches, rig.stream);
   });
 }
 
@@ -53,7 +53,7 @@ void sixty_four_samples_gathered() {
     batches.emplace_back(4);
     batches.back().add(Sizes(64, piece / 10 + 1), gaps);
     batches.back().add_gap(3 * piece);
-    copy_and_check(rig, batches);
+    copy_and_check(rig, batches, rig.stream);
   });
 }
 
@@ -75,7 +75,7 @@ void rows() {
       batches.back().add_rows(9, count, 11, 0);
       batches.back().add(100);
     }
-    copy_and_check(rig, batches);
+    copy_and_check(rig, batches, rig.stream);
   });
 }
 
@@ -91,7 +91,7 @@ void packs_of_one_and_many_leaves() {
     batches.back().add_pack(Sizes(20, 5000));
     batches.back().add(3 * rig.ring.piece_bytes() + 1);
     batches.back().add_pack(Sizes(100, 24));
-    copy_and_check(rig, batches);
+    copy_and_check(rig, batches, rig.stream);
   });
 }
 
@@ -163,13 +163,9 @@ void memory_that_is_pinned_in_part_goes_through_the_ring() {
         if ((pinned_thirds >> third & 1) != 0) rig.device.pin(source + third * kThird, kThird);
       }
       const bool refused = pinned_thirds != 0 && pinned_thirds != 7;
-      bool failed = false;
-      try {
-        PinnedRing* ring = has_ring ? &rig.ring : nullptr;
-        CHECK(copy_batch({batch.destinations()[0]}, {batch.destinations()[1]}, ring, rig.pool, rig.stream));
-      } catch (const DeviceError&) {
-        failed = true;
-      }
+      PinnedRing* ring = has_ring ? &rig.ring : nullptr;
+      const bool failed = throws<DeviceError>(
+          [&] { CHECK(copy_batch({batch.destinations()[0]}, {batch.destinations()[1]}, ring, rig.pool, rig.stream)); });
       rig.check_whole();
       CHECK_EQ(failed, refused && !has_ring);
       CHECK_EQ(batch.arrived(), !failed);
@@ -184,7 +180,7 @@ void random_extents_equal_a_plain_copy() {
     for (int round = 0; round < rounds; ++round) {
       std::vector<Batch> batches;
       for (int i = 0; i < 3; ++i) batches.push_back(random_batch(++seed, rig.ring.piece_bytes()));
-      copy_and_check(rig, batches);
+      copy_and_check(rig, batches, rig.stream);
     }
   });
 }
@@ -195,7 +191,7 @@ void a_pool_that_has_been_shut_down_still_copies() {
     rig.pool.shutdown();
     std::vector<Batch> batches;
     for (std::size_t seed : {5, 6, 7}) batches.push_back(random_batch(seed, kLargePiece));
-    copy_and_check(rig, batches);
+    copy_and_check(rig, batches, rig.stream);
     rig.check_whole();
   }
 }
@@ -369,10 +365,8 @@ void batches_stream_at_once_through_a_small_ring() {
                   const std::size_t seed = static_cast<std::size_t>(number) * 100 + caller * 10 + i;
                   batches.push_back(random_batch(seed, piece_bytes));
                   batches.back().add((piece_bytes == kSmallPiece ? 20 : 4) * piece_bytes + i);
-                  batches.back().copy(rig.ring, rig.pool, *engine);
                 }
-                rig.device.finish();
-                for (const auto& batch : batches) CHECK(batch.arrived());
+                copy_and_check(rig, batches, *engine);
               });
             }
             for (auto& thread : threads) thread.join();

@@ -20,23 +20,17 @@ namespace {
 
 // A device that is lost refuses the ring as well.
 void a_copy_that_fails_by_the_ring_too_is_an_error() {
-  class Lost final : public Counting {
+  class Lost final : public Forwarding {
    public:
-    using Counting::Counting;
+    using Forwarding::Forwarding;
     void copy(std::byte*, const std::byte*, std::size_t) override { throw DeviceError("lost"); }
   };
   Rig rig(2, kLargePiece, 2, Pace::kRandom);
   Batch batch(1);
   batch.add(3 * kLargePiece);
   Lost lost(rig.stream);
-  bool failed = false;
-  try {
-    copy_batch(batch.destinations(), {}, &rig.ring, rig.pool, lost);
-  } catch (const DeviceError&) {
-    failed = true;
-  }
+  CHECK(throws<DeviceError>([&] { copy_batch(batch.destinations(), {}, &rig.ring, rig.pool, lost); }));
   rig.check_whole();
-  CHECK(failed);
 }
 
 // Refuses each allocation of a batch in turn. The batch is an error then, and the ring is whole.
@@ -50,13 +44,8 @@ void no_piece_is_lost_where_memory_runs_out() {
     batch.add_pack(Sizes(40, 30));
     Counting engine(rig.stream);
     engine.lengths.reserve(100);
-    bool failed = false;
     allocations_left = k;
-    try {
-      staged_copy(batch.destinations(), rig.ring, rig.pool, engine);
-    } catch (const std::bad_alloc&) {
-      failed = true;
-    }
+    const bool failed = throws<std::bad_alloc>([&] { staged_copy(batch.destinations(), rig.ring, rig.pool, engine); });
     allocations_left = -1;
     rig.check_whole();
     CHECK_EQ(batch.arrived(), !failed);
@@ -86,12 +75,7 @@ void one_call_fails_in_the_middle_of_a_batch() {
             for (int i = 0; i < 3; ++i) failing.add(1000);  // in one piece, part of which is on its way at a failure
             failing.add(kLargePiece);
             rig.stream.fail_at(call, k);
-            bool failed = false;
-            try {
-              failing.copy(rig.ring, rig.pool, rig.stream);
-            } catch (const DeviceError&) {
-              failed = true;
-            }
+            const bool failed = throws<DeviceError>([&] { failing.copy(rig.ring, rig.pool, rig.stream); });
             rig.stream.fail_at(call, -1);
             Batch after(3);
             after.add(3 * kLargePiece + 7);
@@ -123,13 +107,7 @@ void one_copy_fails_in_the_middle_of_a_pack() {
           Batch failing(1);
           failing.add_pack(leaves);
           rig.stream.fail_at(Call::kCopy, static_cast<std::int64_t>(k));
-          bool failed = false;
-          try {
-            failing.copy(rig.ring, rig.pool, rig.stream);
-          } catch (const DeviceError&) {
-            failed = true;
-          }
-          CHECK(failed);
+          CHECK(throws<DeviceError>([&] { failing.copy(rig.ring, rig.pool, rig.stream); }));
           Batch after(2);
           after.add_pack(leaves);
           after.copy(rig.ring, rig.pool, rig.stream);
@@ -151,13 +129,7 @@ void a_failed_record_is_settled() {
   rig.stream.fail_at(Call::kRecord, 0);
   std::atomic<bool> going{false};
   std::thread caller([&] {
-    bool failed = false;
-    try {
-      batch.copy(rig.ring, rig.pool, rig.stream);
-    } catch (const DeviceError&) {
-      failed = true;
-    }
-    CHECK(failed);
+    CHECK(throws<DeviceError>([&] { batch.copy(rig.ring, rig.pool, rig.stream); }));
     CHECK(going);
     std::memset(rig.memory.data(), 0xFF, rig.memory.size());
   });
@@ -199,10 +171,8 @@ void others_go_on_while_one_caller_fails() {
           for (std::size_t i = 0; i < 6; ++i) {
             batches.emplace_back(caller * 10 + i);
             batches.back().add(3 * kLargePiece + i);
-            batches.back().copy(rig.ring, rig.pool, rig.stream);
           }
-          rig.device.finish();
-          for (const auto& batch : batches) CHECK(batch.arrived());
+          copy_and_check(rig, batches, rig.stream);
         });
       }
       for (auto& thread : threads) thread.join();
