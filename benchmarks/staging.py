@@ -1,29 +1,34 @@
 """The host's part of a copy by itself: a pool of threads fills pinned memory, and a simulated bus empties it.
 
     python benchmarks/staging.py [--threads 1,4,8] [--json FILE]
+    python benchmarks/staging.py --link-gb 0,20,40 [--json FILE]       # while a real bus reads memory as well
 
-Compiles csrc's staging with staging.cpp, so it needs a C++ compiler (CXX, else c++) and no device. Each batch comes
-after a pause, as in a training loop: the threads sleep and the bus is idle. Beside it the same number of threads copies
-the same bytes, a share each and begun together, by memcpy and as the pool does: what threads and memory give.
+Compiles csrc's staging with staging.cpp, so it needs a C++ compiler (CXX, else c++) and, but for --link-gb, no device.
+Each batch comes after a pause, as in a training loop: the threads sleep and the bus is idle. Beside it the same number
+of threads copies the same bytes, a share each and begun together, by memcpy and as the pool does: what threads and
+memory give.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from copy_speed import parse_sizes
 from experiment import figure
+from link_load import LinkLoad
 from output import check_files, finish, start
-from target import Target, describe, headline
+from target import Target, describe, find_target, headline
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("memcpy_pool", "pinned_ring", "staged_copy", "platform")
@@ -41,15 +46,29 @@ def compile_to(program: Path) -> None:
 def measure(program: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of threads and size. us: until the bus is done with it; first_us: until its first copy."""
     rows = []
-    for threads in options.threads:
+    for link_gb, threads in itertools.product(options.link_gb, options.threads):
         arguments = [threads, options.ring_mib << 20, options.bus_gb * 1e9, options.call_us * 1e-6, options.repeats]
         command = [str(program), *map(str, arguments), *map(str, options.sizes)]
-        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        printed, carried = run_beside(command, link_gb)
         for line in printed.splitlines():
             raw = json.loads(line)
             row = {name: figure(raw.pop(name)) for name in ("us", "first_us", "memcpy_us", "alone_us")}
-            rows.append({**raw, **row})
+            rows.append({"link_gb": link_gb, "carried_gb_per_s": carried, **raw, **row})
     return rows
+
+
+def run_beside(command: list[str], link_gb: float) -> tuple[str, float]:
+    """What it printed, and the GB/s that the link really carried meanwhile."""
+
+    def run() -> str:
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    if link_gb == 0:
+        return run(), 0.0
+    with LinkLoad(find_target("cuda"), link_gb) as load:
+        before, begun = load.copied_bytes, time.perf_counter()
+        printed = run()
+        return printed, (load.copied_bytes - before) / (time.perf_counter() - begun) * 1e-9
 
 
 def gb_per_s(row: dict[str, Any], name: str) -> float:
@@ -59,7 +78,11 @@ def gb_per_s(row: dict[str, Any], name: str) -> float:
 
 def table(result: dict[str, Any]) -> list[str]:
     lines = ["    MiB  threads  copies       us  [min .. max]          GB/s  first us  alone GB/s  memcpy GB/s"]
+    carried = 0.0
     for row in result["rows"]:
+        if row["carried_gb_per_s"] != carried:
+            carried = row["carried_gb_per_s"]
+            lines.append(f"beside a link that carries {carried:.1f} GB/s, {row['link_gb']:g} asked for:")
         took = row["us"]
         interval = f"[{took['low']:.0f} .. {took['high']:.0f}]"
         lines.append(
@@ -74,6 +97,10 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -81,6 +108,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--sizes", type=parse_sizes, default=parse_sizes(SIZES), metavar="SIZE,SIZE,..", help=f"of a batch ({SIZES})")
     add("--ring-mib", type=int, default=64, help="pinned memory, in pieces of 2 MiB (64)")
     add("--bus-gb", type=float, default=52.0, help="GB/s of the simulated bus (52: PCIe gen 5 x16)")
+    add(
+        "--link-gb",
+        type=_rates,
+        default=[0.0],
+        metavar="GB,GB,..",
+        help="GB/s of pinned memory that a CUDA device is sent meanwhile; 0: none, and no device (0)",
+    )
     add("--call-us", type=float, default=8.0, help="what queueing a copy takes the host (8)")
     add("--repeats", type=int, default=15)
     add("--json", type=Path, metavar="FILE")
@@ -90,8 +124,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         least = 2 if name == "ring_mib" else 1
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be {least} or more; got {getattr(options, name)}")
-    if min(options.threads) < 1 or options.bus_gb <= 0 or options.call_us < 0:
-        parser.error("--threads and --bus-gb must be positive, and --call-us not negative")
+    if min(options.threads) < 1 or options.bus_gb <= 0 or min(options.call_us, *options.link_gb) < 0:
+        parser.error("--threads and --bus-gb must be positive, and --call-us and --link-gb not negative")
+    if any(options.link_gb) and not torch.cuda.is_available():
+        parser.error("--link-gb needs a CUDA device; torch finds none here")
     return options
 
 
@@ -108,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = {
         "benchmark": "staging",
         "format": 1,
-        "environment": describe(Target(torch.device("cpu"))),
+        "environment": describe(find_target("cuda") if any(options.link_gb) else Target(torch.device("cpu"))),
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "rows": rows,
     }

@@ -1,7 +1,6 @@
 """The speed of copies is measured as it is told: shown on the CPU, with a stand-in for what needs a CUDA device."""
 
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -454,9 +453,6 @@ def test_results_that_are_kept_can_be_read(file, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("GPUPREFETCH_REQUIRE_GPU") != "1", reason="no CUDA device"
-)
 def test_on_a_cuda_device(tmp_path):
     files = [tmp_path / "x.json", tmp_path / "x.png"]
     arguments = ["--sizes", "64K,70M", "--repeats", "2", "--json", str(files[0]), "--plot", str(files[1])]

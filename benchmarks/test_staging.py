@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import staging
+import torch
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler called c++")
 
@@ -30,6 +31,7 @@ def test_a_run(tmp_path, capsys):
     [
         (["--threads", "0"], "must be positive"),
         (["--bus-gb", "0"], "must be positive"),
+        (["--link-gb", "-1"], "not negative"),
         (["--ring-mib", "1"], "--ring-mib must be 2 or more; got 1"),
         (["--sizes", "x"], "--sizes"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
@@ -39,6 +41,24 @@ def test_wrong_arguments(arguments, said, capsys):
     with pytest.raises(SystemExit):
         staging.main(arguments)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_busy_link_needs_a_device(capsys):
+    with pytest.raises(SystemExit):
+        staging.main(["--link-gb", "0,20"])
+    assert "--link-gb needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_beside_a_busy_link(tmp_path, capsys):
+    written = tmp_path / "out.json"
+    quick = ["--threads", "2", "--sizes", "4M", "--repeats", "5", "--link-gb", "0,4"]
+    assert staging.main([*quick, "--json", str(written)]) == 0
+    idle, busy = json.loads(written.read_text(encoding="utf-8"))["rows"]
+    assert idle["carried_gb_per_s"] == 0
+    assert 0 < busy["carried_gb_per_s"] <= 4.1
+    assert f"carries {busy['carried_gb_per_s']:.1f} GB/s, 4 asked for" in capsys.readouterr().out
 
 
 def test_without_a_compiler_it_says_so(monkeypatch, capsys):

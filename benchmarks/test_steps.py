@@ -1,7 +1,5 @@
 """A step in one CUDA graph trains on each batch that it is given, as the step itself does."""
 
-import os
-
 import pytest
 import torch
 from steps import CLASSES, OneGraph, make_step
@@ -14,9 +12,6 @@ def test_without_a_cuda_device_there_is_no_graph():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("GPUPREFETCH_REQUIRE_GPU") != "1", reason="no CUDA device"
-)
 def test_the_losses_are_those_of_the_step_itself():
     target = find_target("cuda")
     generator = torch.Generator(target.device).manual_seed(1)

@@ -1,6 +1,5 @@
 """A timeline shows the loop that was measured, each lane by the clock of its own."""
 
-import os
 import time
 from types import SimpleNamespace
 
@@ -112,9 +111,6 @@ def test_the_moment_is_one_that_nothing_came_between(monkeypatch, target):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("GPUPREFETCH_REQUIRE_GPU") != "1", reason="no CUDA device"
-)
 @pytest.mark.parametrize("sync_every_step", [False, True])
 def test_lanes_of_a_device_are_in_the_order_of_the_work(sync_every_step):
     """The plain loader loads a batch, copies it and computes: each by a clock of its own."""

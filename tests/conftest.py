@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,27 +11,11 @@ from types import FrameType
 
 import pytest
 import torch
+from gpu_marker import pytest_runtest_setup as pytest_runtest_setup
 from loaders import bytes_of
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is None:
-        return
-    required = os.environ.get("GPUPREFETCH_REQUIRE_GPU") == "1"
-    if not torch.cuda.is_available():
-        if required:
-            pytest.fail("GPUPREFETCH_REQUIRE_GPU=1, and torch finds no CUDA device", pytrace=False)
-        pytest.skip("no CUDA device")
-    if required:
-        from gpuprefetch._extension import extension
-
-        try:
-            extension()
-        except ImportError as error:
-            pytest.fail(f"GPUPREFETCH_REQUIRE_GPU=1, and the compiled module can't be used: {error}", pytrace=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
