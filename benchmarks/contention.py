@@ -94,7 +94,7 @@ def switch_interval(seconds: float, loader: Loader, target: Target, prefetch_bat
         yield EachEpoch(batches, switching)
 
 
-for milliseconds in (0.5, 20):
+for milliseconds in (0.02, 0.5, 20):
     trial(f"{milliseconds}ms-switch", f"a switch interval of {milliseconds} ms in place of 5")(
         functools.partial(switch_interval, milliseconds * 1e-3)
     )

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_dataset.py [--json FILE]
 
-Sample i is a crop [3, 32, 32] that a net on the device makes [3, 128, 128]. It is loaded by the plain loader, by
-PrefetchIterator with no, one and several threads, and as tensors in host memory that were computed beforehand.
+Sample i is a photo that is decoded and shrunk to [3, 32, 32], and that a net on the device makes [3, 128, 128]. It is
+loaded by the plain loader, by PrefetchIterator with no, one and several threads, and as tensors in host memory that
+were computed beforehand.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def make_rows(loader: DataLoader[Batch], precomputed: DataLoader[Batch], target:
 
 def run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     notes = [] if target.accelerated else [ON_THE_CPU]
-    dataset = Upscaled(options.batch_size * options.steps, options.channels, options.layers, target)
+    count = options.batch_size * options.steps
+    dataset = Upscaled(count, options.photo_pixels, options.channels, options.layers, target)
     loader: DataLoader[Batch] = DataLoader(dataset, batch_size=options.batch_size)
     pictures = torch.stack([dataset[i][0].cpu() for i in range(len(dataset))])
     ready = TensorDataset(pictures, torch.arange(len(dataset)))
@@ -178,7 +180,13 @@ def report(result: dict[str, Any]) -> list[str]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="a torch device (the accelerator, else the CPU)")
-    parser.add_argument("--step", choices=["convnet", "kernels"], default="convnet")
+    parser.add_argument("--step", choices=["convnet", "resnet18", "resnet50", "kernels"], default="convnet")
+    parser.add_argument(
+        "--photo-pixels",
+        type=int,
+        default=112,
+        help="of a photo's side; 0: shrunk ones are in memory, no decoding (112)",
+    )
     parser.add_argument("--channels", type=int, default=128, help="of the dataset's net (128)")
     parser.add_argument("--layers", type=int, default=8, help="of the dataset's net, beside the first and last (8)")
     parser.add_argument("--threads", type=int, default=4, help="of the row with several (4)")
@@ -191,7 +199,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     check_files(parser, options)
-    for name, least in {"threads": 2, "channels": 1, "layers": 0, "batch_size": 1, "steps": 1, "repeats": 1}.items():
+    for name, least in {
+        "threads": 2,
+        "channels": 1,
+        "layers": 0,
+        "photo_pixels": 0,
+        "batch_size": 1,
+        "steps": 1,
+        "repeats": 1,
+    }.items():
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be {least} or more; got {getattr(options, name)}")
     return options

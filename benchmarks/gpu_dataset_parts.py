@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from epoch import Batch, time_epoch
 from in_process import on_device
@@ -14,17 +16,42 @@ from steps import Step
 from target import Target
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from workloads import vary_photo
 
 SMALL, FACTOR = 32, 4
+DISTINCT_PHOTOS = 64
 LAUNCHES_AT_ONCE = 400  # fewer than a driver queues before it makes the host wait
 
 
-class Upscaled(Dataset[tuple[torch.Tensor, int]]):
-    """Sample i is (the picture that the net makes of crop i, i)."""
+def shrunk_photos(pixels: int) -> Callable[[int], torch.Tensor]:
+    """[3, 32, 32] in uint8 by number, each time decoded from a JPEG file in memory. Raises Unusable."""
+    files = vary_photo(DISTINCT_PHOTOS, 0, (pixels, pixels))
+    from PIL import Image
 
-    def __init__(self, count: int, channels: int, layers: int, target: Target) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.crops = torch.randint(0, 256, (count, 3, SMALL, SMALL), dtype=torch.uint8, generator=generator)
+    def small(i: int) -> torch.Tensor:
+        with Image.open(io.BytesIO(files[i % len(files)])) as photo:
+            return torch.from_numpy(np.array(photo.convert("RGB").resize((SMALL, SMALL)))).permute(2, 0, 1)
+
+    return small
+
+
+def ready_crops(count: int) -> Callable[[int], torch.Tensor]:
+    """The same, in memory already."""
+    generator = torch.Generator().manual_seed(0)
+    crops = torch.randint(0, 256, (count, 3, SMALL, SMALL), dtype=torch.uint8, generator=generator)
+    return crops.__getitem__
+
+
+class Upscaled(Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is (the picture that the net makes of a small one, i).
+
+    The small one is decoded from a JPEG file of `photo_pixels` a side, and shrunk; with 0 it is in memory already.
+    Raises Unusable if there is nothing to make the files from.
+    """
+
+    def __init__(self, count: int, photo_pixels: int, channels: int, layers: int, target: Target) -> None:
+        self.count = count
+        self.small = shrunk_photos(photo_pixels) if photo_pixels else ready_crops(count)
         self.device = target.device
         torch.manual_seed(0)
         inner: list[nn.Module] = []
@@ -35,11 +62,11 @@ class Upscaled(Dataset[tuple[torch.Tensor, int]]):
         self.net.eval().to(self.device)
 
     def __len__(self) -> int:
-        return len(self.crops)
+        return self.count
 
     @torch.no_grad()
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return self.upscale(self.crops[i].to(self.device)), i
+        return self.upscale(self.small(i).to(self.device)), i
 
     @torch.no_grad()
     def upscale(self, crop: torch.Tensor) -> torch.Tensor:
@@ -120,7 +147,8 @@ def measure_parts(
     target.synchronize()
     loading = (time.perf_counter() - start) / len(loader)
     launches = 4 * sum(1 for _ in dataset.net.modules())  # a sample, at most
-    crops = dataset.crops[: max(1, LAUNCHES_AT_ONCE // launches)].to(target.device)
+    count = min(len(dataset), max(1, LAUNCHES_AT_ONCE // launches))
+    crops = torch.stack([dataset.small(i) for i in range(count)]).to(target.device)
     made = busy_seconds(target, lambda: [dataset.upscale(crop) for crop in crops]) / len(crops) * resident.batch_size
     stepped = busy_seconds(target, lambda: step(*resident.pool[0]))
     alone = time_epoch(resident, resident.steps, step, target, sync_every_step=False)

@@ -177,9 +177,9 @@ def make_step(name: str, target: Target) -> Step:
     if name == "convnet":
         return Training(target, "a net of 4 convolutions", _convnet())
     try:
-        from torchvision.models import resnet50
+        from torchvision import models
     except ModuleNotFoundError:
         raise SystemExit(
-            "--step resnet50 needs torchvision, built for the torch installed here; --step convnet needs nothing"
+            f"--step {name} needs torchvision, built for the torch installed here; --step convnet needs nothing"
         ) from None
-    return Training(target, "ResNet-50", resnet50())
+    return Training(target, name.replace("resnet", "ResNet-"), getattr(models, name)())

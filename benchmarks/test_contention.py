@@ -105,12 +105,12 @@ def test_threads_inside(opened):
     assert most == 2
 
 
-@pytest.mark.parametrize("name, seconds", [("gpuprefetch8-0.5ms-switch", 0.0005), ("gpuprefetch8-20ms-switch", 0.02)])
-def test_the_switch_interval_is_set_for_an_epoch(name, seconds, opened):
+@pytest.mark.parametrize("milliseconds", [0.02, 0.5, 20])
+def test_the_switch_interval_is_set_for_an_epoch(milliseconds, opened):
     before = sys.getswitchinterval()
-    epoch = iter(opened(name, image))
+    epoch = iter(opened(f"gpuprefetch8-{milliseconds}ms-switch", image))
     next(epoch)
-    assert sys.getswitchinterval() == pytest.approx(seconds)
+    assert sys.getswitchinterval() == pytest.approx(milliseconds * 1e-3)
     epoch.close()
     assert sys.getswitchinterval() == before
 

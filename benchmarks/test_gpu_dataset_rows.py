@@ -11,6 +11,7 @@ from target import Target
 from torch.utils.data import DataLoader
 
 QUICK = ["--device", "cpu", "--batch-size", "2", "--steps", "3", "--repeats", "2", "--channels", "2", "--layers", "1"]
+QUICK += ["--photo-pixels", "40"]
 ROWS = ["plain", "gpuprefetch0", "gpuprefetch1", "gpuprefetch3", "precomputed", "precomputed-gpuprefetch"]
 
 
@@ -19,9 +20,9 @@ def target():
     return Target(torch.device("cpu"))
 
 
-@pytest.fixture
-def dataset(target):
-    return Upscaled(6, 2, 1, target)
+@pytest.fixture(params=[0, 40], ids=["crops", "photos"])
+def dataset(target, request):
+    return Upscaled(6, request.param, 2, 1, target)
 
 
 def test_a_sample_is_the_nets_picture_of_its_crop(dataset):

@@ -129,13 +129,13 @@ def random_crop(chance: random.Random, width: int, height: int) -> Crop:
     return Crop(left, top, crop_width, crop_height, flipped=chance.random() < 0.5)
 
 
-def vary_photo(samples: int, seed: int) -> list[bytes]:
-    """`samples` different JPEG files in memory, cut from the photo that matplotlib ships, 500 x 400 pixels each."""
+def vary_photo(samples: int, seed: int, size: tuple[int, int] = (500, 400)) -> list[bytes]:
+    """`samples` different JPEG files in memory, cut from the photo that matplotlib ships, of `size` pixels each."""
     try:
         from matplotlib.cbook import get_sample_data
     except Exception as error:  # one that is broken fails in any way
         raise Unusable(
-            f'workload jpeg needs matplotlib for its photo (python -m pip install ".[bench]"), or --data DIR: {error}'
+            f'photos are made from one that comes with matplotlib (python -m pip install ".[bench]"): {error}'
         ) from None
     from PIL import Image, ImageEnhance
 
@@ -147,7 +147,7 @@ def vary_photo(samples: int, seed: int) -> list[bytes]:
         width = chance.randint(round(0.7 * photo.width), photo.width)
         height = chance.randint(round(0.6 * photo.height), round(0.8 * photo.height))
         left, top = chance.randint(0, photo.width - width), chance.randint(0, photo.height - height)
-        varied = photo.crop((left, top, left + width, top + height)).resize((500, 400))
+        varied = photo.crop((left, top, left + width, top + height)).resize(size)
         varied = ImageEnhance.Brightness(varied).enhance(chance.uniform(0.7, 1.3))
         buffer = io.BytesIO()
         varied.save(buffer, "JPEG", quality=90)
