@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch._environment import driver_library
 from gpuprefetch._source import why_one_thread
@@ -34,8 +34,12 @@ def _is_between(module: str) -> bool:
 
 
 def checked_loader(loader: Iterable[Any]) -> Iterable[Any]:
-    if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
-        raise TypeError(f"loader must be an iterable of batches, not {type(loader).__name__}")
+    kind = type(loader)
+    if not hasattr(kind, "__iter__"):
+        if isinstance(loader, Dataset):  # iter() would give its samples
+            raise TypeError(f"loader must be an iterable of batches; wrap a DataLoader of the dataset {kind.__name__}")
+        if not hasattr(kind, "__getitem__"):
+            raise TypeError(f"loader must be an iterable of batches, not {kind.__name__}")
     if sys.platform == "win32" and isinstance(loader, DataLoader) and loader.num_workers > 0:
         _warn_of_workers()
     return loader

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from loaders import vals
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from gpuprefetch import PrefetchIterator, _arguments, _extension
 
@@ -101,6 +102,22 @@ def test_wrong_loader(loader):
     with pytest.raises(TypeError) as caught:
         PrefetchIterator(loader, device="cpu")
     assert str(caught.value) == f"loader must be an iterable of batches, not {type(loader).__name__}"
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.ones(4)), Subset([1, 2], [0])])
+def test_a_dataset_is_no_loader(dataset):
+    with pytest.raises(TypeError) as caught:
+        PrefetchIterator(dataset, device="cpu")
+    name = type(dataset).__name__
+    assert str(caught.value) == f"loader must be an iterable of batches; wrap a DataLoader of the dataset {name}"
+
+
+def test_a_dataset_that_iterates_is_a_loader():
+    class Batches(IterableDataset):
+        def __iter__(self):
+            return iter([torch.ones(2), torch.zeros(2)])
+
+    assert [batch.tolist() for batch in PrefetchIterator(Batches(), device="cpu")] == [[1, 1], [0, 0]]
 
 
 @pytest.mark.parametrize("later", ["transform", "static_buffers", "batch_size", "prefetch_factor"])
