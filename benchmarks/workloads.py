@@ -135,7 +135,8 @@ def vary_photo(samples: int, seed: int, size: tuple[int, int] = (500, 400)) -> l
         from matplotlib.cbook import get_sample_data
     except Exception as error:  # one that is broken fails in any way
         raise Unusable(
-            f'photos are made from one that comes with matplotlib (python -m pip install ".[bench]"): {error}'
+            'photos are made from one of matplotlib (python -m pip install ".[bench]"), and throughput.py also takes '
+            f"--data DIR: {error}"
         ) from None
     from PIL import Image, ImageEnhance
 
