@@ -28,18 +28,18 @@ class LinkLoad:
         self._stream = torch.cuda.Stream(target.device)
         target.synchronize()
         self._stopping = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "link-load")
+        self._executor = ThreadPoolExecutor(1, "link-load")
         self._copied = 0
 
     def __enter__(self) -> LinkLoad:
-        self._done = self._thread.submit(self._run)
+        self._done = self._executor.submit(self._run)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stopping.set()
-        self._thread.shutdown()
+        self._executor.shutdown()
         self._done.result()
 
     @property

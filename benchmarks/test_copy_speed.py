@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from copy_plot import draw
 from copy_report import table
 from copy_sources import SOURCES, Copied, Source, WrongCopy, check, make_source, size_label
 from copy_timing import CALLS, MOST_COPIES, copies_a_repeat, time_call, time_copy, time_in_turn
-from target import Target
 
 from gpuprefetch._batch import Stack
 
@@ -31,19 +29,6 @@ MADE_BY = {
 CALL_NAMES = ("copy", "record", "find", "allocate", "place")
 LEAF_BATCHES = [200 << 10, 800 << 10, 3200 << 10, 12800 << 10, 25600 << 10]  # of 1, 4, 16, 64 and 128 KiB each
 RESULTS = Path(__file__).parent / "results"
-
-
-@pytest.fixture
-def target():
-    return Target(CPU)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only where a test says so: `clock.now += seconds`."""
-    fake = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: fake.now)
-    return fake
 
 
 class HostLane:

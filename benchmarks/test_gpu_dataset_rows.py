@@ -15,11 +15,6 @@ QUICK += ["--photo-pixels", "40"]
 ROWS = ["plain", "gpuprefetch0", "gpuprefetch1", "gpuprefetch3", "precomputed", "precomputed-gpuprefetch"]
 
 
-@pytest.fixture
-def target():
-    return Target(torch.device("cpu"))
-
-
 @pytest.fixture(params=[0, 40], ids=["crops", "photos"])
 def dataset(target, request):
     return Upscaled(6, request.param, 2, 1, target)

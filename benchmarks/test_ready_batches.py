@@ -13,14 +13,8 @@ import pytest
 import ready_batches
 import torch
 from ready_batches import CALLER, CASES, WAYS, Case, Ready, Spin, Way, WrongBatches, measure_case, run_epoch
-from target import Target
 
 SHORT = Case("short", ((4, 8), (4,)), 0.1, 20, True)
-
-
-@pytest.fixture
-def target():
-    return Target(torch.device("cpu"))
 
 
 @pytest.fixture

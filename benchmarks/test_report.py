@@ -7,6 +7,8 @@ import report
 import scaling
 import throughput
 
+SETTINGS = dict.fromkeys(("workload", "step", "batch_size", "steps", "repeats", "sync_every_step"), 50)
+
 
 def fake_row(name, *raw, **more):
     figure = {"median": sorted(raw)[len(raw) // 2], "low": min(raw), "high": max(raw), "raw": list(raw)}
@@ -62,8 +64,6 @@ def test_what_a_step_takes_over_that_with_processes():
         fake_row("workers8", 20.0, 10.0, 40.0),
         fake_row("nodes8", 25.0, 25.0, 25.0),
     ]
-    for row in made:
-        row["ours"] = row["name"].startswith("gpuprefetch")
     over = scaling.over_processes(made)
     assert [(each["name"], each["of"], each["raw"]) for each in over] == [
         ("gpuprefetch", "workers4", [1.5, 2.5, 4.0]),
@@ -99,8 +99,6 @@ def test_what_can_t_be_compared(text, said, tmp_path, capsys):
 
 
 def test_two_results_side_by_side(tmp_path, capsys):
-    names = ("workload", "step", "batch_size", "steps", "repeats", "sync_every_step")
-    settings = dict.fromkeys(names, 50)
     files = []
     for name, step, version in (("a.json", 10, "2.11"), ("b.json", 20, "2.12")):
         made = [fake_row("gpuprefetch", step, step + 1, step + 2), fake_row(name, 1, 2, 3), fake_row("thread", 7, 8, 9)]
@@ -110,7 +108,7 @@ def test_two_results_side_by_side(tmp_path, capsys):
                 {
                     "benchmark": "throughput",
                     "format": throughput.FORMAT,
-                    "settings": settings,
+                    "settings": SETTINGS,
                     "environment": {"torch": version},
                     "rows": made,
                 }
@@ -127,8 +125,7 @@ def test_two_results_side_by_side(tmp_path, capsys):
 
 def test_a_comparison_marks_what_not_to_trust():
     def result(**marks):
-        names = ("workload", "step", "batch_size", "steps", "repeats", "sync_every_step")
-        return {"settings": dict.fromkeys(names, 50), "environment": {}, "rows": [fake_row("thread", 1, 2, 3, **marks)]}
+        return {"settings": SETTINGS, "environment": {}, "rows": [fake_row("thread", 1, 2, 3, **marks)]}
 
     said = report.comparison(result(below_bound=True), result(wrong_repeats=[1]))
     assert [line.split()[1] for line in said.splitlines() if line.startswith("thread")] == ["2.00*"]
@@ -139,9 +136,8 @@ def test_a_comparison_marks_what_not_to_trust():
 
 def test_results_that_can_hardly_be_compared(tmp_path):
     def result(repeats, **settings):
-        names = ("workload", "step", "batch_size", "steps", "repeats", "sync_every_step")
         made = [fake_row("thread", *[1] * repeats)]
-        return {"settings": {**dict.fromkeys(names, 50), **settings}, "environment": {}, "rows": made}
+        return {"settings": SETTINGS | settings, "environment": {}, "rows": made}
 
     said = report.comparison(result(1), result(1, batch_size=64, commit="abc"))
     assert "note: they did different work" in said

@@ -15,11 +15,6 @@ from workloads import make_loader, make_workload
 
 
 @pytest.fixture
-def target():
-    return Target(torch.device("cpu"))
-
-
-@pytest.fixture
 def loader():
     return make_loader(make_workload("memory", 4, 0, None), 2, timeline.BATCHES + 4)
 
