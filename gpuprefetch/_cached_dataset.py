@@ -8,6 +8,7 @@ import operator
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ _ONE_PROCESS = (
     "a CachedDataset can't be copied, pickled or used in a forked process: each worker process would fill a cache of "
     "its own. Use num_threads of PrefetchIterator, and num_workers=0 in the loader"
 )
+
+_all: weakref.WeakValueDictionary[object, CachedDataset] = weakref.WeakValueDictionary()
 
 
 class CachedDataset(Dataset[Any]):
@@ -73,6 +76,7 @@ class CachedDataset(Dataset[Any]):
         self._lock = threading.RLock()  # of its counts and of what follows; not held while the dataset runs
         self._turns: dict[Hashable, _Turn] = {}
         self._process = os.getpid()
+        _all[object()] = self
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -146,6 +150,22 @@ class CachedDataset(Dataset[Any]):
             RuntimeWarning,
             stacklevel=callers_level(),
         )
+
+
+@contextlib.contextmanager
+def emptied_caches() -> Iterator[None]:
+    """All caches of the process keep nothing at first, and afterwards what they kept before, and nothing else. Both are
+    in memory meanwhile."""
+    references = _all.valuerefs()  # a list of its own: other threads may make caches
+    alive = [cache for reference in references if (cache := reference()) is not None]
+    before = [(cache, cache._kept) for cache in alive]
+    try:
+        for cache, _ in before:
+            cache._kept = _Kept()
+        yield
+    finally:
+        for cache, kept in before:
+            cache._kept = kept
 
 
 class _Kept(dict[Hashable, Any]):

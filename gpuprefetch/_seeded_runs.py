@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch._emptied_caches import emptied_caches
+from gpuprefetch._cached_dataset import emptied_caches
 from gpuprefetch._fingerprint import Value, fingerprint
 from gpuprefetch._iterator import PrefetchIterator
 from gpuprefetch._seeds import Seeds
@@ -44,7 +44,7 @@ class SeededRuns:
         """The batches of one more run, which ends with the block."""
         with (
             self._begun(),
-            emptied_caches(self._loader.dataset),  # else later runs would be given what this one has loaded
+            emptied_caches(),  # else later runs would be given what this one has loaded
             PrefetchIterator(
                 self._loader,
                 self._device,

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
 import sys
@@ -16,11 +17,11 @@ import pytest
 import torch
 from caches import PLENTY, Counted, Holder, N, WithItsOwnCopy, cached, ramp
 from loaders import THREADS, Gate, Ramp, eventually, vals, within
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import gpuprefetch
 from gpuprefetch import CachedDataset, PrefetchIterator
-from gpuprefetch._emptied_caches import emptied_caches
+from gpuprefetch._cached_dataset import emptied_caches
 from gpuprefetch._seeds import SeededDataset, Seeds
 
 pytestmark = pytest.mark.windows
@@ -304,29 +305,12 @@ def test_all_that_fits_is_no_warning(warned):
 # --- emptied for a while
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda cache: cache,
-        lambda cache: Subset(cache, range(N)),
-        lambda cache: ConcatDataset([Ramp(1), Subset(cache, [0])]),
-        lambda cache: StackDataset(cache, cache),
-        lambda cache: StackDataset(a=Ramp(N), b=cache),
-        lambda cache: CachedDataset(cache, PLENTY),
-        lambda cache: Counted(ramp, cache),
-        lambda cache: Holder(Subset(cache, [0])),
-    ],
-    ids=["itself", "subset", "concat", "stack", "stack of a dict", "cache", "attribute", "no dataset"],
-)
 @pytest.mark.parametrize("error", [None, KeyError])
-def test_caches_are_empty_for_a_while_and_then_as_before(wrap, error):
+def test_caches_are_empty_for_a_while_and_then_as_before(error):
     cache, dataset = cached(ramp, max_bytes=5 * 16)
     [cache[i] for i in range(3)]
     before = cache._kept
-    whole = wrap(cache)
-    if isinstance(whole, Holder):
-        whole.dataset = whole.value
-    with contextlib.suppress(KeyError), emptied_caches(whole):
+    with contextlib.suppress(KeyError), emptied_caches():
         assert len(cache._kept) == cache._kept.bytes == 0
         with pytest.warns(RuntimeWarning, match="does not fit"):
             [cache[i] for i in range(N)]
@@ -337,22 +321,36 @@ def test_caches_are_empty_for_a_while_and_then_as_before(wrap, error):
     assert cache._kept is before and list(before) == [0, 1, 2] and before.bytes == 48 and not before.warned
 
 
+def test_caches_are_known_while_they_live_and_need_no_hash():
+    class Unhashable(CachedDataset):
+        def __eq__(self, other):
+            return NotImplemented
+
+        __hash__ = None
+
+    cache = Unhashable(Ramp(N), PLENTY)
+    cache[0]
+    with emptied_caches():
+        assert not cache._kept
+    assert cache._kept
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    with emptied_caches():
+        pass
+
+
 def test_a_load_that_is_under_way_while_caches_are_emptied_is_counted_where_it_began():
     with Gate(at=3) as gate:
         cache, dataset = cached(lambda i: gate(i) or ramp(i))
         asking, results = asked_at_once(cache, [3])
         assert gate.reached.wait(10)
-        with emptied_caches(cache):
+        with emptied_caches():
             gate.opened.set()
             asking[0].join(10)
             assert len(cache._kept) == cache._kept.bytes == 0
     assert results[0].tolist() == [3.0] * 4 and list(cache._kept) == [3] and cache._kept.bytes == 16
-
-
-def test_there_need_be_no_cache():
-    for dataset in (Ramp(3), None, [1], ConcatDataset([Ramp(3)])):
-        with emptied_caches(dataset):
-            pass
 
 
 # --- devices
@@ -473,6 +471,11 @@ def test_a_dataset_that_is_not_map_style(dataset):
         ({"max_bytes": 1e9}, TypeError, "max_bytes must be an integer from 1 to 1125899906842624, not 1000000000.0"),
         ({"max_bytes": "8G"}, TypeError, "max_bytes must be an integer from 1 to 1125899906842624, not '8G'"),
         ({"max_bytes": None}, TypeError, "max_bytes must be an integer from 1 to 1125899906842624, not None"),
+        (
+            {"device": 2**70},
+            ValueError,
+            "device must name a torch device, such as 'cuda:0' or 'cpu', not 11805916",
+        ),
         ({"device": "gpu"}, ValueError, "device must name a torch device, such as 'cuda:0' or 'cpu', not 'gpu'"),
         ({"device": 1.5}, TypeError, "device must be a torch.device, a string, an index or None, not 1.5"),
     ],

@@ -154,10 +154,24 @@ def test_a_loader_without_a_seed_is_told(capsys):
     assert not any("has no seed" in line for line in verify(Augmented(), capsys)[1])
 
 
-def test_what_a_cache_holds_is_not_what_is_compared(capsys):
+class Within(Dataset):
+    """A dataset that no attribute leads to."""
+
+    def __init__(self, dataset):
+        self.fetch, self.count = dataset.__getitem__, len(dataset)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return self.fetch(i)
+
+
+@pytest.mark.parametrize("wrap", [lambda cached: cached, Within])
+def test_what_a_cache_holds_is_not_what_is_compared(wrap, capsys):
     cached = gpuprefetch.CachedDataset(DrawsGlobally(random.random), 1 << 20)
     before = cached[3]["image"].tolist()
-    verdict, lines = verify(cached, capsys, (1,))
+    verdict, lines = verify(wrap(cached), capsys, (1,))
     assert not verdict and "draws from the global generators of random" in lines[1]
     assert cached[3]["image"].tolist() == before and len(cached._kept) == 1
 
