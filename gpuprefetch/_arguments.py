@@ -152,7 +152,7 @@ def checked_device(device: torch.device | str | int | None) -> torch.device:
     try:
         no_accelerator = accelerator() is None  # to which an index would belong
         chosen = torch.device("cuda", device) if isinstance(device, int) and no_accelerator else torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # the latter of an index that is too large
         raise ValueError(
             f"device must name a torch device, such as 'cuda:0' or 'cpu', not {device!r}: {error}"
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -162,7 +163,9 @@ class DataLoaderX(DataLoader[Any]):
 
     def _begin(self) -> EpochIterator:
         self._kept = None  # which ends an epoch that nobody draws from, before there are two
-        epoch = iter(self._prefetch)
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with on_device:  # current in the threads of the epoch: `.cuda()` of a dataset goes to the rank's
+            epoch = iter(self._prefetch)
         self._kept, self._latest = epoch, weakref.ref(epoch)
         return epoch
 

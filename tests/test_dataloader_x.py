@@ -1,5 +1,6 @@
 """DataLoaderX in FastReID's place: built as its train and test loaders are, and used as its trainers use them."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -24,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from gpuprefetch import DataLoaderX, _arguments
+from gpuprefetch import DataLoaderX, PrefetchIterator, _arguments
 
 windows = pytest.mark.windows
 sharing = pytest.mark.filterwarnings("ignore:with several num_threads")
@@ -661,7 +662,47 @@ def test_batches_stay_on_the_cpu_where_there_is_nothing_else(local_rank):
     assert {batch.device for batch in loader} == {torch.device("cpu")}
 
 
+def test_the_device_of_the_rank_is_current_where_an_epoch_begins(monkeypatch):
+    current = []
+
+    @contextlib.contextmanager
+    def device(wanted):
+        current.append(wanted)
+        yield
+        current.pop()
+
+    begin = PrefetchIterator.__iter__
+    begun_on = []
+    monkeypatch.setattr(PrefetchIterator, "__iter__", lambda self: begun_on.append([*current]) or begin(self))
+    loader = DataLoaderX(0, Ramp(4))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(DataLoaderX, "device", torch.device("cuda", 1))
+    list(loader)
+    next(loader)
+    assert begun_on == [[torch.device("cuda", 1)]] * 2 and current == []
+
+
 # --- with a GPU
+
+
+class CurrentDevice(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return torch.cuda.current_device()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_workers", [0, 4])
+def test_the_dataset_runs_on_the_device_of_the_rank(num_workers):
+    """Whichever one the loop has made current."""
+    rank = torch.cuda.device_count() - 1
+    if rank == 0:
+        pytest.skip("one device")
+    with torch.cuda.device(0):
+        assert [batch.item() for batch in DataLoaderX(rank, CurrentDevice(), num_workers=num_workers)] == [rank] * 4
+        assert torch.cuda.current_device() == 0
 
 
 def on_cpu(batch):
