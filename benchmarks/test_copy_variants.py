@@ -85,7 +85,7 @@ def test_what_a_variant_changes_is_what_copying_goes_by(restored, monkeypatch):
     assert seen == [3]
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, **_: empty(size, dtype=torch.uint8))
-    copier.take_events = lambda count: [SimpleNamespace(cuda_event=0)] * count
+    copier.take_events = lambda owner, count: [SimpleNamespace(cuda_event=0)] * count
     copier.native = SimpleNamespace(set_ring=lambda memory, piece, events: seen.append((piece, len(events))))
     copier._make_ring(16 << 20)
     assert seen == [3, (1 << 20, 16)]
@@ -172,7 +172,7 @@ def test_the_whole_run(copied, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cells", "pinned:4K"], "none of pageable:SIZE, gathered:SIZE and leaves:SIZE"),
+        (["--cells", "pinned:4K"], "none of pageable:SIZE, gathered:SIZE, leaves:SIZE"),
         (["--cells", "leaves"], "none of pageable:SIZE"),
         (["--cells", "leaves:1000"], "'1000' is no multiple of 512 bytes"),
         (["--cells", "pageable"], "none of pageable:SIZE"),

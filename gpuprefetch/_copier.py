@@ -15,6 +15,7 @@ import torch
 from gpuprefetch._environment import relaxed_capture_mode
 from gpuprefetch._extension import extension
 from gpuprefetch._recommended import usable_cpus
+from gpuprefetch._reused import Reused
 
 if TYPE_CHECKING:
     from gpuprefetch import _C
@@ -41,7 +42,7 @@ class Copier:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.native: _C.DeviceCopier = extension().DeviceCopier(self.stream, _copy_threads())
-        self._events: list[torch.cuda.Event] = []
+        self._events = Reused(self._make_event)
         self._shares: dict[int, int] = {}
         self._pinned_bytes: int | None = None
         self._fitting = False
@@ -56,20 +57,14 @@ class Copier:
                 _copiers[device] = cls(device)
             return _copiers[device]
 
-    def take_events(self, count: int) -> list[torch.cuda.Event]:
-        """Events on which a wait sleeps. Give them back when nothing waits for them any more."""
-        events = []
-        for _ in range(count):
-            try:
-                events.append(self._events.pop())
-            except IndexError:
-                event = torch.cuda.Event(blocking=True)
-                event.record(self.stream)  # makes the handle
-                events.append(event)
-        return events
+    def take_events(self, owner: object, count: int) -> list[torch.cuda.Event]:
+        """Events on which a wait sleeps. They are the owner's until it is gone."""
+        return self._events.take(owner, count)
 
-    def give_events(self, events: list[torch.cuda.Event]) -> None:
-        self._events += events
+    def _make_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream)  # makes the handle
+        return event
 
     def open(self, key: int, pinned_bytes: int) -> None:
         with _lock:
@@ -114,7 +109,6 @@ class Copier:
         except RuntimeError:
             _leak(ring, *events)  # the device is beyond reach, and may still use them
             return
-        self.give_events(events)
         del ring
         self.stream.synchronize()  # the allocator waits for it before it counts the memory as free
         if hasattr(torch._C, "_host_emptyCache"):
@@ -141,7 +135,7 @@ class Copier:
             )
             return
         piece = min(_PIECE_BYTES, size // _LEAST_PIECES)
-        self._ring_events = self.take_events(size // piece)
+        self._ring_events = self.take_events(self._ring, size // piece)
         self.native.set_ring(self._ring.data_ptr(), piece, [event.cuda_event for event in self._ring_events])
         if size < wanted:
             warnings.warn(

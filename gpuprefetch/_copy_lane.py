@@ -41,18 +41,14 @@ class CopyLane:
         self._warned_overdue = False
         self._consumer_copies = _unrecorded.ConsumerCopies(skip_keys) if _unrecorded.needed() else None
         with relaxed_capture_mode():
-            self._events = copier.take_events(native.Lane.events_needed(prefetch_batches))
+            events = copier.take_events(self, native.Lane.events_needed(prefetch_batches))
         self._native: _C.Lane = native.Lane(
             copier.native,
             prefetch_batches,
-            [event.cuda_event for event in self._events],
+            [event.cuda_event for event in events],
             int(OVERDUE_SECONDS * 1000),
             functools.partial(_free_bytes, copier.device),
         )
-
-    def __del__(self) -> None:
-        if hasattr(self, "_native"):
-            self._copier.give_events(self._events)
 
     def collate(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if self._skip_keys:  # what stays on the host is stacked there
@@ -206,4 +202,5 @@ def _pinned(leaf: Any, memory: list[torch.Tensor]) -> Any:
         return leaf
     if any(tensor.device.type != "cpu" for tensor in memory):
         return leaf
-    return leaf.pin_memory()
+    pinned = leaf.pin_memory()
+    return leaf if pinned is None else pinned  # in place

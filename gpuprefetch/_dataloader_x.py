@@ -187,9 +187,13 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        if self._loader._kept is self._epoch:
-            self._loader._kept = None
-        return next(self._epoch)
+        try:
+            if self._loader._kept is self._epoch:
+                self._loader._kept = None
+            return next(self._epoch)
+        except KeyboardInterrupt:  # as in the epoch's own
+            self._epoch._stop()
+            raise
 
     def close(self) -> None:
         """Ends the epoch and its threads. ``next()`` then raises StopIteration."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from gpuprefetch._reused import Reused
+
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 
 
@@ -33,20 +35,11 @@ class Environment:
         self._intra_op_threads = torch.get_num_threads()
         self._cuda = _cuda_device(device)
         self._stream: torch.cuda.Stream | None = None
-        self._free_streams: list[torch.cuda.Stream] = []
         if self._cuda is not None:
-            self._free_streams = _free_streams.setdefault(self._cuda, [])
+            streams = _streams.setdefault(self._cuda, Reused(functools.partial(torch.cuda.Stream, self._cuda)))
             with relaxed_capture_mode():
-                try:
-                    self._stream = self._free_streams.pop()
-                except IndexError:
-                    self._stream = torch.cuda.Stream(self._cuda)
+                (self._stream,) = streams.take(self, 1)
                 self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
-
-    def __del__(self) -> None:
-        stream = getattr(self, "_stream", None)
-        if stream is not None:
-            self._free_streams.append(stream)
 
     @contextlib.contextmanager
     def entered(self, sharing: int = 1) -> Iterator[None]:
@@ -163,5 +156,5 @@ def _cuda_device(device: torch.device) -> torch.device | None:
     return device if device.type == "cuda" else None
 
 
-# Of epochs that are over. Used again, since the allocator keeps free memory for each stream apart.
-_free_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+# Used again, since the allocator keeps free memory for each stream apart.
+_streams: dict[torch.device, Reused[torch.cuda.Stream]] = {}

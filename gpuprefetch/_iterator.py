@@ -77,10 +77,13 @@ class PrefetchIterator:
             from the global generators of Python, NumPy and torch's CPU while a batch is loaded, as long as no other
             thread draws from them; afterwards their states are the loop's own again. That costs a fraction of a
             millisecond for each batch, and processes with one seed draw alike. Samplers and loaders with a generator
-            of their own draw from that. Without a seed the order is the plain loader's.
-        pinned_bytes: size limit, in bytes, of the pinned host buffer that all copies to this device go through, however
-            large a batch is; rounded down to a power of two. One buffer serves all objects of the process: the largest
-            value among the open ones counts. Default 64 MiB; below 1 MiB copies leave from pageable memory.
+            of their own draw from that. Without a seed the order is the plain loader's, as its sampler draws it in
+            ``iter()`` (that of a plain DataLoader draws in the first ``next()``).
+        pinned_bytes: size limit, in bytes, of the pinned host buffer that tensors go through on their way to this
+            device, however large a batch is; rounded down to a power of two. One buffer serves all objects of the
+            process: the largest value among the open ones counts. Default 64 MiB; below 1 MiB copies leave from
+            pageable memory. An object that moves itself and has a ``pin_memory()`` is pinned by that, in memory of its
+            own.
         timeout: seconds that ``next()`` waits for our threads before it raises TimeoutError. 0 waits for ever. The
             batch may still come: call ``next()`` again. What ``num_threads=0`` loads inside ``next()`` takes its time.
 
@@ -293,11 +296,19 @@ class EpochIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._epoch.take()
+        try:
+            return self._epoch.take()
+        except KeyboardInterrupt:  # in whatever line of it: the traceback may be kept, and this object by that
+            self._stop()
+            raise
 
     def close(self) -> None:
         """Ends the epoch and its thread. ``next()`` then raises StopIteration."""
         self._epoch.close()
+
+    def _stop(self) -> None:
+        """Ends the epoch, and waits for nothing."""
+        self._epoch.stop()
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("an epoch of a PrefetchIterator can't be copied or pickled")
@@ -309,7 +320,7 @@ class EpochIterator:
             # A collection may run on any thread, at any point: those of ours don't wait for each other in one, and
             # nobody waits in a `to` for a thread that can't go on before it ends.
             if _threads.on_one() or _batch.is_moving():
-                self._epoch.stop()
+                self._stop()
             else:
                 self._epoch.close()
         except KeyboardInterrupt:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -13,6 +15,8 @@ import pytest
 import torch
 from gpu_marker import pytest_runtest_setup as pytest_runtest_setup
 from loaders import bytes_of
+
+import gpuprefetch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,6 +59,32 @@ def interrupted_finalizer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], conte
             finally:
                 sys.setprofile(None)
         assert ignored == [KeyboardInterrupt]
+
+    return block
+
+
+@pytest.fixture
+def finalizers() -> Callable[[], contextlib.AbstractContextManager[set[str]]]:
+    """Of which classes of the package a finalizer runs in the block. Ctrl-C before the first line of one is lost."""
+    folder = os.path.dirname(gpuprefetch.__file__)
+
+    @contextlib.contextmanager
+    def block() -> Iterator[set[str]]:
+        called: set[str] = set()
+
+        def watch(frame: FrameType, event: str, argument: object) -> None:
+            if event == "call" and frame.f_code.co_name == "__del__" and frame.f_code.co_filename.startswith(folder):
+                called.add(type(frame.f_locals["self"]).__name__)
+
+        gc.collect()  # what other tests have left
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+        try:
+            yield called
+            gc.collect()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
 
     return block
 

@@ -2,6 +2,8 @@
 
 import _thread
 import gc
+import itertools
+import sys
 import threading
 import time
 import warnings
@@ -12,7 +14,9 @@ import torch
 from loaders import THREADS, Gate, Ramp, eventually, handles, stands_in, threads, vals, within
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpuprefetch import PrefetchIterator, _threads
+from gpuprefetch import DataLoaderX, PrefetchIterator, _threads
+from gpuprefetch._epoch import Epoch
+from gpuprefetch._iterator import EpochIterator
 
 pytestmark = pytest.mark.windows
 
@@ -569,3 +573,42 @@ def test_ctrl_c_before_the_first_line_of_a_finalizer_leaves_no_thread(num_thread
     with interrupted_finalizer():
         del epoch
     assert eventually(lambda: not threads())
+
+
+@pytest.mark.parametrize(
+    ("function", "event_wanted", "of_the_rank"),
+    [
+        *itertools.product([Epoch.take, Epoch._take], ["call"], [False, True]),
+        *itertools.product([Epoch._take], ["return"], [False, True]),
+        (EpochIterator.__next__, "return", True),  # behind the last line that could catch it but for DataLoaderX's
+    ],
+)
+def test_ctrl_c_in_next_ends_the_epoch_although_its_traceback_is_kept(function, event_wanted, of_the_rank):
+    """As a notebook keeps it."""
+    calls = itertools.count(1)
+
+    def interrupt(frame, event, argument):
+        if event == event_wanted and frame.f_code is function.__code__ and next(calls) == 3:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    loader = DataLoader(Ramp(400), batch_size=2)
+    prefetched = DataLoaderX(0, Ramp(400), batch_size=2) if of_the_rank else PrefetchIterator(loader, "cpu")
+    kept = None
+    sys.setprofile(interrupt)
+    try:
+        for _ in prefetched:
+            pass
+    except KeyboardInterrupt as error:
+        kept = error
+    finally:
+        sys.setprofile(None)
+    assert kept is not None and eventually(lambda: not threads())
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_an_epoch_has_one_finalizer(num_threads, finalizers):
+    prefetched = PrefetchIterator(DataLoader(Ramp(40), batch_size=4), "cpu", num_threads=num_threads)
+    with finalizers() as called:
+        list(prefetched)
+    assert called == {"EpochIterator"}

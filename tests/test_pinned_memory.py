@@ -33,7 +33,7 @@ def make_ring(monkeypatch):
 
         copier = Copier.__new__(Copier)
         copier.device, copier._ring = torch.device("cuda", 0), None
-        copier.take_events = lambda count: [types.SimpleNamespace(cuda_event=n) for n in range(count)]
+        copier.take_events = lambda owner, count: [types.SimpleNamespace(cuda_event=n) for n in range(count)]
         copier.rings = []
         copier.native = types.SimpleNamespace(set_ring=lambda *ring: copier.rings.append(ring))
         with monkeypatch.context() as patched:
@@ -128,9 +128,9 @@ def copier(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_host_emptyCache", empty_cache, raising=False)
     copier.device, copier._ring, copier._ring_events, copier._fitting = torch.device("cuda", 0), None, [], False
-    copier._shares, copier._pinned_bytes, copier._events = {}, None, []
+    copier._shares, copier._pinned_bytes = {}, None
     copier.stream = types.SimpleNamespace(synchronize=lambda: None)
-    copier.take_events = lambda count: [types.SimpleNamespace(cuda_event=n) for n in range(count)]
+    copier.take_events = lambda owner, count: [types.SimpleNamespace(cuda_event=n) for n in range(count)]
     copier.native = Rings()
     return copier
 
