@@ -86,14 +86,16 @@ def moves_itself(value: Any) -> bool:
 
 
 def move(value: Any, device: torch.device, **options: Any) -> Any:
-    """``value.to(device, **options)``, without the options that the object's own ``to`` does not know."""
+    """``value.to(device, **options)``, without the options that the object's own ``to`` does not know. Of one that
+    moves itself in place and gives nothing: the object."""
     kind: Any = type(value)
     if kind is torch.Tensor:
         return value.to(device, **options)
     if not isinstance(value, torch.Tensor):
         options = {name: option for name, option in options.items() if _accepts(kind, name)}
     with foreign:
-        return value.to(device, **options)
+        moved = value.to(device, **options)
+    return value if moved is None else moved
 
 
 def is_moving() -> bool:
@@ -206,7 +208,10 @@ def _container_with(value: Any, changes: dict[Any, Any]) -> Any:
         new.__dict__ = new
     for key, child in changes.items():
         old = value[key]
-        new[key] = child
+        try:
+            new[key] = child
+        except Exception:  # it can't be changed
+            return _unchanged(value)
         if value[key] is not old:  # the copy shares its content with the original, which is the caller's
             value[key] = old
             return _unchanged(value)

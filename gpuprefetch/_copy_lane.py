@@ -168,6 +168,8 @@ class CopyLane:
         else:
             # Nothing in sight to record a stream on, so its memory would not be safe on the consumer's. It moves there,
             # at the hand-over; a copy of it, since the loader may write to its own meanwhile.
+            if moved is leaf:  # it moved in place
+                torch.cuda.current_stream(self._copier.device).wait_stream(stream)
             record.late[id(leaf)] = _own_copy(leaf)
             return
         record.moved[id(leaf)] = moved

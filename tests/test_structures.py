@@ -272,6 +272,18 @@ def test_a_container_that_cannot_be_rebuilt_is_handed_over_as_it_is_with_one_war
 
 
 @pytest.mark.parametrize("device", MOVING)
+def test_a_list_that_refuses_changes_is_handed_over_as_it_is(device):
+    class Frozen(list):
+        def __setitem__(self, index, value):
+            raise TypeError("immutable")
+
+    batch = Frozen([torch.ones(2)])
+    with pytest.warns(UserWarning, match="can't rebuild a .*Frozen"):
+        (out,) = PrefetchIterator([batch], device)
+    assert out is batch and out[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", MOVING)
 def test_a_container_whose_copy_fails_is_handed_over_as_it_is(device):
     class Uncopyable(list):
         def __copy__(self):
@@ -669,6 +681,16 @@ class ToInPlace(ToDevice):
         return self
 
 
+class ToNothing(ToDevice):
+    """The same, and gives nothing back."""
+
+    def to(self, device):
+        self.x = self.x.to(device)
+
+    def pin_memory(self):
+        self.x = self.x.pin_memory()
+
+
 class ToWithHooks(ToNonBlocking):
     pinned = False
     streams = 0
@@ -687,15 +709,17 @@ class ToWithHooks(ToNonBlocking):
 @pytest.mark.parametrize("threads", [0, 1])
 @pytest.mark.parametrize(
     "kind",
-    [ToDevice, ToPositional, ToNonBlocking, ToAnything, ToSlots, ToInPlace, ToWithHooks],
+    [ToDevice, ToPositional, ToNonBlocking, ToAnything, ToSlots, ToInPlace, ToNothing, ToWithHooks],
     ids=lambda k: k.__name__,
 )
 def test_objects_with_a_to_move_themselves(kind, device, threads):
     x = torch.arange(4.0)
     value = kind(x)
-    out = deliver({"v": (value,)}, device, num_threads=threads)["v"][0]
+    batch = deliver({"v": (value,), "beside": torch.ones(2)}, device, num_threads=threads)
+    assert batch["beside"].device.type == device
+    out = batch["v"][0]
     assert type(out) is kind and out.x.device.type == device
-    if device == "cpu" or kind is ToInPlace:
+    if device == "cpu" or kind in (ToInPlace, ToNothing):
         assert out is value
     else:
         assert value.x is x
