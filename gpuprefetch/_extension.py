@@ -53,7 +53,8 @@ def _missing(error: ImportError) -> str:
     built = any(file.suffix in (".so", ".pyd") for file in package.glob("_C.*"))
     if not built and (root / "setup.py").exists() and (root / "csrc").exists():
         return (
-            f"gpuprefetch was imported from its source folder {root}, which has no compiled module and hides an "
-            "installed package: start Python in another folder, or install with `python -m pip install -e .`"
+            f"gpuprefetch was imported from its source folder {root}, which has no compiled module and would hide an "
+            "installed package: install it (`python -m pip install .`) and start Python in another folder, or install "
+            "it where it is with `python -m pip install -e .`"
         )
     return f"gpuprefetch's compiled module can't be loaded ({error}): rebuild it with {REBUILD}"

@@ -233,14 +233,14 @@ def test_the_doctor_names_the_threads_that_run():
     assert list(named) == ["0", "1", "2", "4", "8"]
     for requested, running in named.items():
         fetching = set()
-        meeting = threading.Barrier(max(1, running))  # as many threads as are named fetch at the same time, or none
+        meeting = threading.Barrier(max(1, int(requested)))  # as many threads as workers fetch at the same time
 
         def hook(i, meeting=meeting, fetching=fetching):
             meeting.wait(20)
             fetching.add(threading.current_thread())
 
         list(on_cpu(Ramp(N, hook=hook), batch_size=8, num_workers=int(requested)))
-        assert len(fetching) == max(1, running)
+        assert len(fetching) == max(1, running) and running == int(requested)
         assert (threading.main_thread() in fetching) == (running == 0)
 
 

@@ -16,6 +16,7 @@ import torch
 from loaders import script
 from test_doctor_findings import FOUND
 
+from gpuprefetch import _doctor_probes
 from gpuprefetch.__main__ import main
 from gpuprefetch._doctor_facts import Facts, Finding
 from gpuprefetch._environment import driver_library
@@ -39,7 +40,7 @@ on_the_cpu = pytest.mark.skipif(torch.accelerator.is_available() or has_driver()
 def doctor(*arguments, cwd=None, seconds=120, **variables):
     """Its exit status, stdout and stderr."""
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    for name in ("CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_DUPLICATE_LIB_OK"):
+    for name in _doctor_probes._VARIABLES:
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "gpuprefetch", *arguments],
@@ -78,6 +79,7 @@ def test_on_the_cpu_it_works():
     assert "device         cpu" in lines
     assert "num_workers    threads of create_dataloader: 0 1 2 4 8 -> 0 1 2 4 8, no process" in lines
     assert "loading ahead  good: during a step the next batch is loaded" in lines
+    assert f"(sys.platform: {sys.platform})" in " ".join(out.split())
     assert lines[-1] == "Prefetching works here, on the CPU: loading overlaps, nothing is copied."
 
 
@@ -109,6 +111,67 @@ def test_json_holds_every_fact_and_finding():
     assert ("gil" in {finding["name"] for finding in told["findings"]}) == facts["gil"]
 
 
+def test_what_the_environment_sets_is_found():
+    many = {"OMP_NUM_THREADS": "512", "MKL_NUM_THREADS": "512", "KMP_DUPLICATE_LIB_OK": "TRUE"}
+    told = json.loads(doctor("--json", **many)[1])
+    assert told["facts"]["environment"] == many
+    assert "512" in named(told, "too-many-threads")["what"]
+    assert any("KMP_DUPLICATE_LIB_OK" in finding["what"] for finding in told["findings"] if finding["name"] == "openmp")
+
+    spinning = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "infinity", "KMP_BLOCKTIME": "infinite"}
+    others = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    variables = {"OMP_NUM_THREADS": "1", **spinning, **others}
+    told = json.loads(doctor("--json", **variables)[1])
+    assert told["facts"]["environment"] == variables
+    assert "OMP_WAIT_POLICY" in named(told, "spinning-threads")["what"]
+
+    documented = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in documented for name in _doctor_probes._VARIABLES)
+
+
+def test_what_the_system_says_arrives():
+    """Each source by an answer that no machine gives, through the facts to its finding."""
+    said = {
+        "container_cpus": 0.25,
+        "container_free_bytes": 123 << 20,
+        "commit_free_bytes": 45 << 20,
+        "openmp": ["/one/libgomp.so.1", "/other/libiomp5.so"],
+        "nvidia_driver": True,
+        "driver_cuda": "1.2",
+        "cards": [{"name": "a card", "uuid": "GPU-0", "driver": "1.2"}],
+        "torch_debug": True,
+        "python_bits": 32,
+        "intra_op_threads": 4096,
+    }
+    status, out, err = patched(
+        f"""
+        import struct, torch
+        from gpuprefetch import _control_groups, _doctor_system, _environment
+        said = {said!r}
+        _control_groups.granted_cpus = lambda: said["container_cpus"]
+        _doctor_system.container_free_bytes = lambda: said["container_free_bytes"]
+        _doctor_system.commit_free_bytes = lambda: said["commit_free_bytes"]
+        _doctor_system.openmp_runtimes = lambda: said["openmp"]
+        _doctor_system.has_nvidia_driver = lambda: said["nvidia_driver"]
+        _doctor_system.driver_cuda = lambda: said["driver_cuda"]
+        _doctor_system.nvidia_cards = lambda: said["cards"]
+        torch.version.debug = said["torch_debug"]
+        size_of = struct.calcsize
+        struct.calcsize = lambda format: said["python_bits"] // 8 if format == "P" else size_of(format)
+        _environment._omp_set_num_threads = lambda: lambda number: None
+        torch.get_num_threads = lambda: said["intra_op_threads"]
+        """,
+        "--json",
+    )
+    told = json.loads(out)
+    assert {name: told["facts"][name] for name in said} == said, err
+    found = {finding["name"] for finding in told["findings"]}
+    expected = {"32-bit", "debug-build", "openmp", "too-many-threads", "one-core", "memory-limit"}
+    assert expected <= found, found
+    assert ("old-driver" in found) == (told["facts"]["torch_cuda"] is not None)
+    assert ("torch-without-cuda" in found) == (told["facts"]["torch_cuda"] is None)
+
+
 def test_the_docs_tell_each_finding():
     table = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
     for name, severity, _, _ in FOUND:
@@ -132,7 +195,7 @@ def test_in_the_clone_it_says_why_there_is_no_module(tmp_path):
     told = json.loads(out)
     finding = named(told, "extension")
     assert finding["what"].startswith(f"gpuprefetch was imported from its source folder {tmp_path.resolve()}")
-    assert finding["do"].startswith("Start Python in another folder")
+    assert finding["do"].startswith("Install it (`python -m pip install .`) and start Python in another folder")
     assert finding["severity"] == ("error" if torch.cuda.is_available() else "note")
     assert told["works"] is not (torch.cuda.is_available() or has_driver())  # the CPU does not need the module
     assert status == (0 if told["works"] else 1)

@@ -175,6 +175,27 @@ def test_the_openmp_library_of_torch_is_seen():
         assert os.path.isfile(file) and "omp" in os.path.basename(file)
 
 
+@pytest.mark.parametrize(("answer", "told"), [(0, "12.8"), (3, None)], ids=["known", "an error"])
+def test_the_drivers_newest_cuda(monkeypatch, answer, told):
+    class Driver:
+        @staticmethod
+        def cuDriverGetVersion(reference):
+            reference._obj.value = 12080
+            return answer
+
+    monkeypatch.setattr(_doctor_system.ctypes, "CDLL", lambda name: Driver)
+    assert _doctor_system.driver_cuda() == told
+
+
+def test_what_can_be_pinned():
+    answers = _doctor_probes._pinned()
+    assert list(answers) == ["4 KiB", "64 MiB"]
+    for answer in answers.values():
+        assert answer == "ok" if torch.cuda.is_available() else answer
+    if not torch.accelerator.is_available():
+        assert "ok" not in answers.values()
+
+
 def test_the_commit_limit_is_windows_own():
     left = _doctor_system.commit_free_bytes()
     assert (left > MIB) if sys.platform == "win32" else left is None

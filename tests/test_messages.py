@@ -259,8 +259,8 @@ def test_a_source_folder_that_hides_the_installed_package(monkeypatch, tmp_path)
     monkeypatch.setattr(_extension, "__file__", str(tmp_path / "gpuprefetch" / "_extension.py"))
     text = _extension._missing(ImportError("No module named 'gpuprefetch._C'"))
     assert str(tmp_path) in text
-    assert "hides an installed package" in text
-    assert "start Python in another folder" in text
+    assert "would hide an installed package" in text
+    assert "install it (`python -m pip install .`) and start Python in another folder" in text
     assert "\n" not in text
 
 
