@@ -87,9 +87,9 @@ auto call_driver(const std::string& what, Step step) {
   }
 }
 
-// Shorter rows are made dense by torch, which is faster at single elements of most dtypes. So are all rows where there
-// is no ring: each would be a copy of its own.
-constexpr std::size_t kLeastRowBytes = 16;
+// Rows at one constant step are one extent, however short they are. Where so few are that listing extents takes longer
+// than copying, torch makes the tensor dense. So it does where there is no ring: each row would be a copy of its own.
+constexpr std::size_t kLeastBlockBytes = 128;
 
 Rows rows_of(const at::Tensor& source, const at::Tensor& output) {
   return Rows(source.sizes(), source.strides(), output.strides(), source.itemsize());
@@ -116,7 +116,7 @@ Copies copies_of(const Sources& sources, const Layout& layout, const Outputs& ou
   for (std::size_t i = 0; i < sources.tensors.size(); ++i, ++place) {
     const at::Tensor* source = &sources.tensors[i];
     Rows rows = rows_of(*source, outputs.tensors[i]);
-    if (rows.count() > 1 && (rows.row_bytes() < kLeastRowBytes || !has_ring)) {
+    if (rows.count() > 1 && (sources.tensors[i].nbytes() < rows.blocks() * kLeastBlockBytes || !has_ring)) {
       source = &copies.dense.emplace_back(dense_like(*source, outputs.tensors[i]));
       rows = rows_of(*source, outputs.tensors[i]);
     }

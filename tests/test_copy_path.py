@@ -130,11 +130,11 @@ def cut(tensor):
 
 
 @pytest.mark.parametrize("columns", [16, 64, 8 * KIB])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128])
 @pytest.mark.parametrize("ring", [0, MIB])
 @pytest.mark.filterwarnings("ignore:no pinned memory:RuntimeWarning")
 def test_what_is_not_dense(columns, dtype, ring, device):
-    """Rows below 64 bytes by torch, or all without a ring; longer ones by the copying threads."""
+    """By the copying threads; by torch without a ring, or where few rows are at one constant step."""
     device.forget_recorded()
     buffer = torch.empty((5, 7, columns), dtype=dtype)
     random = torch.Generator().manual_seed(columns)
@@ -262,6 +262,14 @@ def test_ctrl_c_before_the_first_line_of_a_finalizer_leaves_no_thread(num_thread
     with interrupted_finalizer():
         del epoch
     assert eventually(lambda: not threads())
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_an_epoch_has_one_finalizer(num_threads, finalizers):
+    epochs = Planted(DataLoader(Ramp(40), batch_size=4), "cpu", num_threads=num_threads)
+    with finalizers() as called:
+        list(epochs)
+    assert called == {"EpochIterator"}
 
 
 @pytest.mark.parametrize("num_threads", THREADS)

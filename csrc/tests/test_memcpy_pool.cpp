@@ -36,6 +36,28 @@ struct Work {
   MemcpyPool::Job job;
 };
 
+// Each with memory of its own length, so that AddressSanitizer sees a row that is too long; most are not aligned.
+void rows_of_every_length_arrive() {
+  constexpr std::size_t kRows = 37;
+  MemcpyPool pool(0);
+  for (std::size_t row_bytes = 1; row_bytes < 70; ++row_bytes) {
+    for (const std::size_t stride : {std::size_t{0}, row_bytes / 2, row_bytes, row_bytes + 1, 3 * row_bytes}) {
+      current_case = static_cast<std::int64_t>(row_bytes * 1000 + stride);
+      const Bytes from = pattern((kRows - 1) * stride + row_bytes, row_bytes);
+      Bytes to(kRows * row_bytes + 1);
+      MemcpyPool::Job job;
+      job.copies.push_back({to.data() + 1, from.data(), row_bytes, kRows, stride});
+      pool.finish(job);
+      Bytes expected(1);
+      for (std::size_t row = 0; row < kRows; ++row) {
+        const auto begin = from.begin() + static_cast<std::ptrdiff_t>(row * stride);
+        expected.insert(expected.end(), begin, begin + static_cast<std::ptrdiff_t>(row_bytes));
+      }
+      CHECK(to == expected);
+    }
+  }
+}
+
 void load(std::size_t kilobytes) {
   const Bytes from(1024);
   Bytes to(1024);
@@ -381,6 +403,7 @@ int main(int count, char** arguments) {
   RUN(several_threads_leave_out_no_job);
   RUN(without_threads_the_caller_copies);
   RUN(copies_of_any_length_and_place);
+  RUN(rows_of_every_length_arrive);
   RUN(an_empty_job_ends);
   RUN(a_job_can_be_started_again);
   RUN(finish_waits_for_a_thread_that_has_begun);
