@@ -55,8 +55,9 @@ def method(
     return register
 
 
-def _through_lane(samples: Any, collate: Callable[[Any], Any], target: Target) -> Opened:
-    """Collates the samples and copies the batch by the stages of an epoch."""
+def through_lane(samples: Any, collate: Callable[[Any], Any], target: Target) -> Iterator[Callable[..., Copied]]:
+    """Collates the samples and copies the batch by the stages of an epoch. What it yields may be given a function, for
+    the name of each stage that has ended."""
     from gpuprefetch._copier import DEFAULT_PINNED_BYTES, Copier, Share
     from gpuprefetch._copy_lane import CopyLane
     from gpuprefetch._record import Record
@@ -66,13 +67,19 @@ def _through_lane(samples: Any, collate: Callable[[Any], Any], target: Target) -
     collate = lane.collate(collate)
     numbers = itertools.count()
 
-    def copy() -> Copied:
+    def copy(ended: Callable[[str], object] = lambda stage: None) -> Copied:
         lane.ask()
         record = Record(next(numbers), collate(samples))
+        ended("collate")
         lane.prepare(record)
+        ended("prepare")
         lane.copy(record)
+        ended("copy")
         lane.assemble(record)
-        return Copied(lane.hand_over(record))
+        ended("assemble")
+        batch = lane.hand_over(record)
+        ended("hand over")
+        return Copied(batch)
 
     try:
         yield copy
@@ -84,9 +91,9 @@ def _through_lane(samples: Any, collate: Callable[[Any], Any], target: Target) -
 @method("gpuprefetch", "the copying part of PrefetchIterator, driven by one thread, with nothing ahead")
 def _gpuprefetch(source: Source, target: Target) -> Opened:
     if source.collates:
-        return _through_lane(source.tensors, default_collate, target)
+        return through_lane(source.tensors, default_collate, target)
     batch = source.tensors[0] if len(source.tensors) == 1 else source.tensors
-    return _through_lane(batch, lambda batch: batch, target)
+    return through_lane(batch, lambda batch: batch, target)
 
 
 @method(".to", "tensor.to(device)")

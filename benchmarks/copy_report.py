@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from copy_sources import LEAVES, SOURCES, batch_label, size_label
-from report import columns, interval, mebibytes
+from report import columns, mebibytes
 from target import headline
 
 Rows = list[dict[str, Any]]
@@ -38,14 +38,18 @@ def cells_of(rows: Rows, source: str) -> list[list[str]]:
     return lines
 
 
-def _calls(calls_us: dict[str, Any]) -> str:
-    told = {name: f"{figure['median']:.1f} {interval(figure, 1)}" for name, figure in calls_us.items()}
-    said = "host us a call, timed from Python, so C++ pays less: "
-    said += f"copy_() {told['copy']}, event.record() {told['record']}"
-    if "find" in told:  # older results have none
-        said += f"\nhost us, {LEAVES} x 4 KiB: find {told['find']}, allocate {told['allocate']}, "
-        said += f"put in place {told['place']}"
-    return said
+_HOST_US = {  # older results have no stages, the oldest none
+    "calls_us": "host us a call, timed from Python, so C++ pays less",
+    "stages_us": f"host us, the stages of {LEAVES} x 4 KiB",
+}
+
+
+def _host_us(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for key, what in _HOST_US.items():
+        told = [f"{name} {us['median']:.1f}" for name, us in result.get(key, {}).items()]
+        lines += [f"{what}: {', '.join(told)}"] if told else []
+    return lines
 
 
 def table(result: dict[str, Any]) -> str:
@@ -66,8 +70,7 @@ def table(result: dict[str, Any]) -> str:
         sizes = (peak["pinned_bytes"], peak["device_bytes_above_batch"], peak["host_bytes"])
         cells.append([f"{peak['source']}: {peak['method']}", *map(mebibytes, sizes)])
     lines += ["", f"one batch of {size_label(result['peak_bytes'])}, each method alone", *columns(cells), ""]
-    if "calls_us" in result:  # format 1 has none
-        lines += [_calls(result["calls_us"]), ""]
+    lines += [*_host_us(result), ""]
     lines += [f"note: {note}" for note in result["notes"]]
     width = max(map(len, settings["methods"]))
     left_out = {entry["name"]: f"left out: {entry['reason']}" for entry in result["left_out"]}

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 SAMPLES = 64
 LEAVES = 200
 SHORT_ROW_BYTES = 64
-WORD_BYTES = 8  # all is made of 64-bit integers, which are equal where their bytes are; floats are not always
+WORD_BYTES = 8  # all is made of integers, of 64 bits or as long as a row: they are equal where their bytes are
 
 SOURCES = {
     "pageable": "one dense tensor in ordinary memory",
@@ -20,6 +20,12 @@ SOURCES = {
     "strided": f"the first halves of {SAMPLES} rows, one tensor in ordinary memory",
     "short rows": f"the first halves of rows of {2 * SHORT_ROW_BYTES} bytes, one tensor in ordinary memory",
     "leaves": f"{LEAVES} tensors of one size in ordinary memory",
+}
+# Of copy_variants.py. rowsN: the first halves, of N bytes, of rows. blocksN: those of 8 bytes, in blocks of N bytes, of
+# which every other one is left out.
+ROWS = {
+    **{f"rows{row_bytes}": (row_bytes, 0) for row_bytes in (1, 2, 4, 8, 16, 32)},
+    **{f"blocks{rows * WORD_BYTES}": (WORD_BYTES, rows) for rows in (4, 8, 16, 32)},
 }
 
 
@@ -57,7 +63,7 @@ class Source:
 
 
 def make_source(name: str, size: int, seed: int) -> Source:
-    """`size` random bytes as the source called `name`, one of SOURCES."""
+    """`size` random bytes as the source called `name`, one of SOURCES or ROWS."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(count: int) -> list[torch.Tensor]:
@@ -70,11 +76,21 @@ def make_source(name: str, size: int, seed: int) -> Source:
         return Source(name, random(LEAVES))
     if name in ("strided", "short rows"):
         count = SAMPLES if name == "strided" else size // SHORT_ROW_BYTES
-        words = size // count // WORD_BYTES
-        rows = torch.empty(count, 2 * words, dtype=torch.int64).random_(generator=generator)
-        return Source(name, [rows[:, :words]])
+        return Source(name, [_first_halves((count,), size // count, generator)])
+    if name in ROWS:
+        row_bytes, rows = ROWS[name]
+        if rows == 0:
+            return Source(name, [_first_halves((size // row_bytes,), row_bytes, generator)])
+        return Source(name, [_first_halves((size // row_bytes // rows, 2 * rows), row_bytes, generator)[:, :rows]])
     (dense,) = random(1)
     return Source(name, [dense.pin_memory() if name == "pinned" else dense])
+
+
+def _first_halves(shape: tuple[int, ...], row_bytes: int, generator: torch.Generator) -> torch.Tensor:
+    """Those of rows of twice as many bytes."""
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(row_bytes, torch.int64)
+    words = row_bytes // word.itemsize
+    return torch.empty(*shape, 2 * words, dtype=word).random_(generator=generator)[..., :words]
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from copy_peaks import measure_peak
 from copy_plot import draw
 from copy_report import table
 from copy_sources import LEAVES, SAMPLES, SOURCES, WORD_BYTES, Source, WrongCopy, check, make_source
-from copy_timing import LEAST_SECONDS, bring_to_speed, copies_a_repeat, time_calls, time_in_turn
+from copy_timing import LEAST_SECONDS, bring_to_speed, copies_a_repeat, time_calls, time_in_turn, time_stages
 from experiment import figure
 from output import check_files, finish, start
 from target import Target, Unusable, describe, find_target
 from tqdm import tqdm
 
-FORMAT = 2  # of --json
+FORMAT = 3  # of --json
 # Some two minutes on an H100, by an estimate from the speeds that are known: half of it for 1 GiB, a quarter of it for
 # data, checks and pinning.
 SIZES = "64K,256K,1M,4M,16M,38.5M,64M,256M,1G"
@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     for name, size in tqdm(cells, leave=False, unit="size", disable=None):
         release(target)
         rows += measure_source(make_source(name, size, options.seed), target, options.repeats, chance, left_out)
-    calls = time_calls(target, options.repeats)
+    calls, stages = time_calls(target, options.repeats), time_stages(target, options.repeats)
 
     peaks = []
     for name in ("pageable", "pinned", "gathered"):
@@ -136,6 +136,7 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
         },
         "rows": rows,
         "calls_us": {name: figure([value * 1e6 for value in seconds]) for name, seconds in calls.items()},
+        "stages_us": {name: figure([value * 1e6 for value in seconds]) for name, seconds in stages.items()},
         "peak_bytes": peak_bytes,
         "peaks": peaks,
         "left_out": [{"name": name, "reason": reason} for name, reason in left_out.items()],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
-from copy_methods import Copy
+from copy_methods import Copy, through_lane
 from copy_sources import LEAVES
 from target import Target
 
@@ -19,6 +21,7 @@ UNTIMED_COPIES = 3  # caches of the allocators, first touch
 SPEED_SECONDS = 0.1
 CALLS, CALLS_IN_A_ROW = 1000, 100  # in a row fewer than fill the queue of the device: a call would wait for it
 CALL_BYTES = 4096
+STAGED_COPIES = 100
 
 
 def time_copy(copy: Copy, target: Target) -> float:
@@ -78,21 +81,40 @@ def time_call(call: Callable[[], object], target: Target) -> float:
 
 def time_calls(target: Target, repeats: int) -> dict[str, list[float]]:
     """Seconds of the host in each repeat for what a piece of the ring costs it: a copy to queue, an event to record.
-    And for what many small tensors cost it beside the ring: to find them in a batch, to allocate their copies, which
-    are packed, and to put those in their place."""
-    from gpuprefetch import _batch  # here, since copy_variants.py chooses where it comes from
-    from gpuprefetch._extension import extension
+    And to allocate the copies of many small tensors, which are packed."""
+    from gpuprefetch._extension import extension  # here, since copy_variants.py chooses where it comes from
 
     on_device = torch.empty(CALL_BYTES, dtype=torch.uint8, device=target.device)
     pinned = torch.zeros(CALL_BYTES, dtype=torch.uint8, pin_memory=target.accelerated)
-    native = extension()
-    leaves = [torch.zeros(CALL_BYTES, dtype=torch.uint8) for _ in range(LEAVES)]
-    moved = dict(zip(map(id, leaves), native.allocate(leaves, [], target.device), strict=True))
+    native, leaves = extension(), _small_leaves()
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: on_device.copy_(pinned, non_blocking=True),
         "record": torch.cuda.Event().record,
-        "find": lambda: native.split(_batch.leaves(leaves)),
         "allocate": lambda: native.allocate(leaves, [], target.device),
-        "place": lambda: _batch.replace(leaves, moved),
     }
     return {name: [time_call(call, target) for _ in range(repeats)] for name, call in calls.items()}
+
+
+def time_stages(target: Target, repeats: int) -> dict[str, list[float]]:
+    """Seconds of the host in each repeat for each stage of a copy of many small tensors to a device that has nothing to
+    do, medians of STAGED_COPIES. Waiting for the device is no part of them."""
+    seconds: dict[str, list[float]] = {}
+    with contextmanager(through_lane)(_small_leaves(), lambda batch: batch, target) as copy:
+        for _ in range(repeats):
+            ended: list[tuple[str, float]] = []
+            stages: dict[str, list[float]] = {}
+            for _ in range(STAGED_COPIES):
+                ended[:] = [("", time.perf_counter())]
+                copied = copy(lambda stage, ended=ended: ended.append((stage, time.perf_counter())))
+                target.synchronize()
+                del copied
+                target.synchronize()
+                for (_, begin), (stage, end) in itertools.pairwise(ended):
+                    stages.setdefault(stage, []).append(end - begin)
+            for stage, values in stages.items():
+                seconds.setdefault(stage, []).append(statistics.median(values))
+    return seconds
+
+
+def _small_leaves() -> list[torch.Tensor]:
+    return [torch.zeros(CALL_BYTES, dtype=torch.uint8) for _ in range(LEAVES)]

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from copy_methods import METHODS
-from copy_sources import LEAVES, Source, WrongCopy, batch_label, make_source
+from copy_sources import LEAVES, ROWS, Source, WrongCopy, batch_label, make_source
 from copy_speed import open_checked, parse_size, release
 from copy_timing import bring_to_speed, copies_a_repeat, time_repeat
 from experiment import figure
@@ -41,6 +41,7 @@ CELLS = (
     "pageable:1M,pageable:4M,pageable:16M,pageable:38.5M,pageable:256M,gathered:38.5M,leaves:4K,leaves:32K,leaves:64K"
 )
 DEFAULT = "default"
+CELL_SOURCES = ("pageable", "gathered", "leaves", *ROWS)
 METHOD_NAMES = ("gpuprefetch", "link")
 
 Cell = tuple[str, int]  # a source and its bytes
@@ -224,8 +225,9 @@ def parse_cells(text: str) -> list[Cell]:
     cells = []
     for part in text.split(","):
         source, _, size = part.partition(":")
-        if source not in ("pageable", "gathered", "leaves") or not size:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of pageable:SIZE, gathered:SIZE and leaves:SIZE")
+        if source not in CELL_SOURCES or not size:
+            known = ", ".join(f"{name}:SIZE" for name in CELL_SOURCES)
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {known}")
         cells.append((source, parse_size(size) * (LEAVES if source == "leaves" else 1)))
     return cells
 
@@ -242,7 +244,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=parse_cells,
         default=CELLS,
         metavar="LIST",
-        help=f"what is copied; of leaves, the size of one ({CELLS})",
+        help=f"what is copied, of {','.join(CELL_SOURCES)}; of leaves, the size of one; rows4: the first halves, "
+        f"of 4 bytes, of rows; blocks64: those of 8, in blocks of 64, of which every other one is left out ({CELLS})",
     )
     add("--openings", type=int, default=3, help="times that each variant gets its memory anew, pinned and not (3)")
     add("--repeats", type=int, default=4, help="turns of each variant, in each opening (4)")

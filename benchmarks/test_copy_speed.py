@@ -12,7 +12,7 @@ import pytest
 import torch
 from copy_plot import draw
 from copy_report import table
-from copy_sources import SOURCES, Copied, Source, WrongCopy, check, make_source, size_label
+from copy_sources import ROWS, SOURCES, Copied, Source, WrongCopy, check, make_source, size_label
 from copy_timing import CALLS, MOST_COPIES, copies_a_repeat, time_call, time_copy, time_in_turn
 
 from gpuprefetch._batch import Stack
@@ -26,7 +26,8 @@ MADE_BY = {
     "short rows": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
     "leaves": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
 }
-CALL_NAMES = ("copy", "record", "find", "allocate", "place")
+CALL_NAMES = ("copy", "record", "allocate")
+STAGES = ("collate", "prepare", "copy", "assemble", "hand over")
 LEAF_BATCHES = [200 << 10, 800 << 10, 3200 << 10, 12800 << 10, 25600 << 10]  # of 1, 4, 16, 64 and 128 KiB each
 RESULTS = Path(__file__).parent / "results"
 
@@ -100,7 +101,7 @@ def in_full(source):
 # --- what is copied
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", [*SOURCES, *ROWS])
 def test_a_source_has_its_size_and_random_bytes(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     size = 200 * 4096
@@ -118,6 +119,15 @@ def test_a_strided_source_is_half_of_each_of_its_rows():
     assert short.shape == (512, 8) and short.stride() == (16, 1)
     (smallest,) = make_source("strided", 512, 0).tensors
     assert not smallest.is_contiguous()
+
+
+def test_rows_and_blocks_are_of_so_many_bytes():
+    for row_bytes in (1, 2, 4, 8, 16, 32):
+        (rows,) = make_source(f"rows{row_bytes}", 64 * 512, 0).tensors
+        assert rows[0].nbytes == row_bytes and rows.stride(0) * rows.itemsize == 2 * row_bytes
+        assert rows.itemsize == min(row_bytes, 8)
+    (blocks,) = make_source("blocks128", 64 * 512, 0).tensors
+    assert blocks.shape == (256, 16, 1) and blocks.stride() == (64, 2, 1)
 
 
 def spoilt(source):
@@ -344,10 +354,10 @@ def assert_complete(result, sizes, repeats):
             for row in rows:
                 for ms, speed in zip(row["ms"]["raw"], row["gb_per_s"]["raw"], strict=True):
                     assert ms * speed == pytest.approx(size * 1e-6)
-    assert result["format"] == 2
+    assert result["format"] == 3
     assert [200 * size for size in result["settings"]["leaf_sizes"]] == LEAF_BATCHES
-    for name in CALL_NAMES:
-        assert len(result["calls_us"][name]["raw"]) == repeats
+    for key, names in (("calls_us", CALL_NAMES), ("stages_us", STAGES)):
+        assert {name: len(us["raw"]) for name, us in result[key].items()} == dict.fromkeys(names, repeats)
     measured = [(peak["source"], peak["method"]) for peak in result["peaks"]]
     wanted = [
         (name, method)
@@ -391,7 +401,8 @@ def made_up(environment):
         "environment": environment,
         "settings": {"repeats": 3, "least_ms_a_repeat": 5.0, "methods": methods},
         "rows": rows,
-        "calls_us": {name: figure(us) for name, us in zip(CALL_NAMES, (5.0, 1.0, 50.0, 70.0, 40.0), strict=True)},
+        "calls_us": {name: figure(us) for us, name in enumerate(CALL_NAMES, 1)},
+        "stages_us": {name: figure(us) for us, name in enumerate(STAGES, 4)},
         "peak_bytes": 1 << 28,
         "peaks": [{**peak, "device_bytes_above_batch": 0, "host_bytes": 3 << 20}],
         "left_out": [],
@@ -412,10 +423,9 @@ def test_the_table(target):
     assert [row[2] for row in leaves] == ["1", "4", "16", "64", "128"]
     assert leaves[1][4:] == [*["0.033"] * 4, "0.016", "0.033", "50%", "20%"]
     assert leaves[2][4:] == [*["0.131"] * 4, "0.066", "-", "50%", "20%"]
-    calls = "copy_() 5.0 [4.5 .. 5.5], event.record() 1.0 [0.9 .. 1.1]"
-    assert f"host us a call, timed from Python, so C++ pays less: {calls}" in lines
-    leaves = "find 50.0 [45.0 .. 55.0], allocate 70.0 [63.0 .. 77.0], put in place 40.0 [36.0 .. 44.0]"
-    assert f"host us, 200 x 4 KiB: {leaves}" in lines
+    assert "host us a call, timed from Python, so C++ pays less: copy 1.0, record 2.0, allocate 3.0" in lines
+    stages = "collate 4.0, prepare 5.0, copy 6.0, assemble 7.0, hand over 8.0"
+    assert f"host us, the stages of 200 x 4 KiB: {stages}" in lines
     (peak,) = (line for line in lines if line.startswith("pageable: .to"))
     assert peak.split()[2:] == ["-", "0", "3"]
     assert "note: a note" in lines
