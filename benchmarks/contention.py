@@ -25,7 +25,7 @@ from target import Target
 from workloads import MakeImage, make_loader
 
 THREADS = 8
-BESIDE = ("dataloader", "workers8", "gpuprefetch4", "gpuprefetch8", "gpuprefetch15")
+BESIDE = ("workers8", "gpuprefetch4", "gpuprefetch8", "gpuprefetch15")
 TRIALS: dict[str, Row] = {}  # rows of throughput.py while main() runs only
 
 LONGEST_PAUSE_SECONDS = 0.05  # of a sample: a loop that saves a checkpoint between two batches stops nothing
