@@ -171,7 +171,7 @@ def around_each_sample(loader: Loader, context: Callable[[], Any]) -> Loader:
 def main(arguments: list[str]) -> int:
     with mock.patch.dict(ROWS, TRIALS):
         options = throughput.parse_arguments(["--loaders", ",".join([*BESIDE, *TRIALS]), *arguments])
-        return throughput.main(options)
+        return throughput.main(options, "contention")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def block(name: str) -> str:
         "copies": other_tables.copies,
         "ready batches": other_tables.ready_batches,
         "gil takes": other_tables.gil_takes,
+        "contention": other_tables.contention,
     }
     if name not in writers:
         raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")

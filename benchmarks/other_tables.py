@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from typing import Any
+
 import copy_report
 import first_batch as first_batch_script
 import gil_takes as gil_takes_script
@@ -9,7 +12,7 @@ import gpu_dataset as gpu_dataset_script
 import ready_batches as ready_batches_script
 import slow_datasets as slow_datasets_script
 from page_text import left_out, markdown, origin, paragraph, parts_alone, told
-from result_files import names, read
+from result_files import Unwritable, find, names, read
 
 
 def calls() -> str:
@@ -29,6 +32,29 @@ def first_batch() -> str:
     settings = result["settings"]
     epochs = f"Workload {settings['workload']}, epochs of {settings['steps']} batches of {settings['batch_size']}."
     return f"{told(result, epochs, *left_out(result))}\n\n{markdown(first_batch_script.table(result))}"
+
+
+def contention() -> str:
+    """What a step takes with each row over one of gpuprefetch8, a column for each file, as contention-pil.json."""
+    results = {name.removeprefix("contention-"): read(name) for name in names("contention-*")}
+    if not results:
+        raise Unwritable("there is no contention-*.json in benchmarks/results")
+    rows = {row["name"]: row["description"] for result in results.values() for row in result["rows"]}
+    lines = [["row", "what it is", *results]]
+    for name, description in rows.items():
+        lines.append([name, description, *(_over_eight_threads(result, name) for result in results.values())])
+    heads = [f"{told(result)} {' '.join(left_out(result))}".rstrip() for result in results.values()]
+    return "\n\n".join([*heads, markdown(lines)])
+
+
+def _over_eight_threads(result: dict[str, Any], name: str) -> str:
+    """Of one repeat, then median: these rows spread by more than most of what is tried changes."""
+    row, eight = find(result, name), find(result, "gpuprefetch8")
+    if row is None or eight is None:
+        return ""
+    pairs = zip(row["ms_per_step"]["raw"], eight["ms_per_step"]["raw"], strict=True)
+    ratios = [own / other for own, other in pairs]
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f} .. {max(ratios):.2f}]"
 
 
 def gil_takes() -> str:

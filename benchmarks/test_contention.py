@@ -158,6 +158,7 @@ def test_it_runs_as_a_whole(tmp_path, capsys):
     chosen = ["--loaders", "gpuprefetch8,gpuprefetch8-1-a-task", "--json", str(file)]
     assert contention.main([*settings, *chosen]) == 0
     result = json.loads(file.read_text(encoding="utf-8"))
+    assert result["benchmark"] == "contention"
     assert [row["name"] for row in result["rows"]] == ["gpuprefetch8", "gpuprefetch8-1-a-task"]
     assert "1 samples a task" in capsys.readouterr().out
     assert not contention.TRIALS.keys() & rows.ROWS.keys()

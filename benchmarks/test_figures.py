@@ -166,6 +166,27 @@ def test_the_first_batch(write):
     ]
 
 
+def test_contention_is_a_column_a_file(write):
+    def row(name, raw):
+        return {"name": name, "description": f"{name}, so", "ms_per_step": {"raw": raw}}
+
+    with pytest.raises(result_files.Unwritable, match="there is no contention-"):
+        figures.block("contention")
+    shared = {"settings": {"repeats": 5}, "left_out": [{"name": "workers8", "reason": "no processes"}]}
+    eight = row("gpuprefetch8", [10.0, 20.0, 40.0])
+    write("contention-pil", {**shared, "rows": [eight, row("gpuprefetch8-nice", [12.0, 10.0, 20.0])]})
+    write("contention-opencv", {**shared, "rows": [eight], "left_out": []})
+    told, typed, told_pil, table = paragraphs("contention")
+    assert told.endswith("5 repeats.") and typed == "python x.py --repeats 5"
+    assert told_pil.endswith("5 repeats. Left out: workers8 (no processes).")
+    assert table == [
+        "| row | what it is | opencv | pil |",
+        "| --- | --- | --- | --- |",
+        "| gpuprefetch8 | gpuprefetch8, so | 1.00 [1.00 .. 1.00] | 1.00 [1.00 .. 1.00] |",
+        "| gpuprefetch8-nice | gpuprefetch8-nice, so |  | 0.50 [0.50 .. 1.20] |",
+    ]
+
+
 def test_datasets_on_the_gpu_are_a_table_a_file(write):
     row = {"ms_per_step": figure([3.0, 5.0]), "bound_ms": figure([4.0])}
     row |= {"multiple_of_bound": figure([1.0]), "times_as_fast_as_plain": figure([2.0])}
