@@ -193,7 +193,7 @@ class Samples:
             self._tasks.put((batch, positions))
 
     def _slice_size(self, samples: int) -> int:
-        """So many that each thread has one slice."""
+        """So many that each thread has one slice at most."""
         return max(1, -(-samples // self.num_threads))
 
     def _own(self, indices: Any) -> Any:
