@@ -24,6 +24,7 @@ from gpuprefetch._source import Source
 
 # Before Python 3.11 a sleep on Windows lasts until the next tick of a clock of 64 Hz.
 _LONGEST_YIELD_SECONDS = 0.001
+_SHORTEST_YIELD_SECONDS = 5e-5
 _SLEEPS_BRIEFLY = sys.platform != "win32" or sys.version_info >= (3, 11)
 
 
@@ -74,6 +75,8 @@ class LoaderThreadEpoch(Epoch):
                         if record.final:
                             return
                         del record
+                        if number == 0:
+                            self._let_consumer_go_on()
                 finally:
                     self._source.close()
         except BaseException as error:
@@ -94,6 +97,16 @@ class LoaderThreadEpoch(Epoch):
             self.stop()
         if _SLEEPS_BRIEFLY:
             time.sleep(min((time.perf_counter() - started) / 8, _LONGEST_YIELD_SECONDS))
+
+    def _let_consumer_go_on(self) -> None:
+        """Keeps out of the consumer's way until it has the batch that it waits for. A thread that went straight on to
+        load would have the GIL, if samples hold it, for up to a switch interval first.
+
+        Of later batches such a consumer is waiting for loading anyway, and each pause would make that longer.
+        """
+        end = time.perf_counter() + _LONGEST_YIELD_SECONDS
+        while _SLEEPS_BRIEFLY and self._awaited and not self._ready.empty() and time.perf_counter() < end:
+            time.sleep(_SHORTEST_YIELD_SECONDS)
 
     def _make(self, number: int) -> Record:
         record = self._load(number)
@@ -157,6 +170,9 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
 
     def _wait_for_permit(self) -> None:
         pass  # the samples wait for it
+
+    def _let_consumer_go_on(self) -> None:
+        pass  # this thread loads nothing
 
     def _run(self) -> None:
         self._start_after(0)

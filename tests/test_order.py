@@ -14,6 +14,7 @@ from loaders import THREADS, Ramp, eventually, lists, threads, vals, within
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -349,9 +350,37 @@ def test_a_loader_thread_that_had_to_wait_lets_the_consumer_begin_its_step(waite
     fake = types.SimpleNamespace(perf_counter=lambda: next(clock), sleep=done.append, monotonic=time.monotonic)
     monkeypatch.setattr(_loader_threads, "time", fake)
     monkeypatch.setattr(_loader_threads, "_SLEEPS_BRIEFLY", True)
+    monkeypatch.setattr(_loader_threads.LoaderThreadEpoch, "_let_consumer_go_on", lambda self: None)  # another pause
     loader = DataLoader(Ramp(5, hook=lambda i: done.append(f"load {i}")), batch_size=1)
     assert vals(PrefetchIterator(loader, device="cpu", prefetch_batches=2)) == list(range(5))
     assert done == ["load 0", "load 1", yielded, "load 2", yielded, "load 3", yielded, "load 4", yielded]
+
+
+def test_the_first_batch_is_taken_before_the_next_one_is_loaded(monkeypatch):
+    """Where samples hold the GIL, too, whatever the switch interval is."""
+    monkeypatch.setattr(_loader_threads, "_LONGEST_YIELD_SECONDS", 10.0)
+    monkeypatch.setattr(_loader_threads, "_SLEEPS_BRIEFLY", True)
+    taken, taken_at_load, epochs = [], [], []
+
+    class HoldsTheGil(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            if i == 0:
+                assert eventually(lambda: epochs and epochs[0]._epoch._awaited, collect=False)
+            taken_at_load.append(list(taken))
+            return i
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)
+    try:
+        epochs.append(iter(PrefetchIterator(DataLoader(HoldsTheGil(), batch_size=None), "cpu")))
+        for batch in epochs[0]:
+            taken.append(batch)
+    finally:
+        sys.setswitchinterval(before)
+    assert taken == [0, 1, 2, 3] and taken_at_load[:2] == [[], [0]]
 
 
 def test_the_next_epoch_loads_while_something_else_runs():
