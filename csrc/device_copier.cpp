@@ -116,7 +116,7 @@ Copies copies_of(const Sources& sources, const Layout& layout, const Outputs& ou
   for (std::size_t i = 0; i < sources.tensors.size(); ++i, ++place) {
     const at::Tensor* source = &sources.tensors[i];
     Rows rows = rows_of(*source, outputs.tensors[i]);
-    if (rows.count() > 1 && (sources.tensors[i].nbytes() < rows.blocks() * kLeastBlockBytes || !has_ring)) {
+    if (rows.count() > 1 && (source->nbytes() < rows.blocks() * kLeastBlockBytes || !has_ring)) {
       source = &copies.dense.emplace_back(dense_like(*source, outputs.tensors[i]));
       rows = rows_of(*source, outputs.tensors[i]);
     }

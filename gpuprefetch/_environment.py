@@ -36,9 +36,8 @@ class Environment:
         self._cuda = _cuda_device(device)
         self._stream: torch.cuda.Stream | None = None
         if self._cuda is not None:
-            streams = _streams.setdefault(self._cuda, Reused(functools.partial(torch.cuda.Stream, self._cuda)))
             with relaxed_capture_mode():
-                (self._stream,) = streams.take(self, 1)
+                (self._stream,) = _streams(self._cuda).take(self, 1)
                 self._stream.wait_stream(torch.cuda.current_stream(self._cuda))
 
     @contextlib.contextmanager
@@ -156,5 +155,7 @@ def _cuda_device(device: torch.device) -> torch.device | None:
     return device if device.type == "cuda" else None
 
 
-# Used again, since the allocator keeps free memory for each stream apart.
-_streams: dict[torch.device, Reused[torch.cuda.Stream]] = {}
+@functools.cache
+def _streams(device: torch.device) -> Reused[torch.cuda.Stream]:
+    """Used again, since the allocator keeps free memory for each stream apart."""
+    return Reused(functools.partial(torch.cuda.Stream, device))

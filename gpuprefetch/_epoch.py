@@ -41,7 +41,6 @@ class Epoch(abc.ABC):
         self._stopped = False
         self._asked = False  # the lane knows of the batch that is waited for
         self._timed_out = False
-        self._awaited = False  # the consumer waits in _wait()
         self._workers: list[_threads.Worker] = []  # in the order in which they start; the first one fills `ready`
         self._taking = threading.RLock()  # consumers in several threads take turns
 
@@ -139,13 +138,6 @@ class Epoch(abc.ABC):
             return self._ready.get_nowait()
         except queue.Empty:
             pass
-        self._awaited = True
-        try:
-            return self._wait_for_ready()
-        finally:
-            self._awaited = False
-
-    def _wait_for_ready(self) -> Record:
         started = time.monotonic()
         while True:
             try:

@@ -99,13 +99,13 @@ class LoaderThreadEpoch(Epoch):
             time.sleep(min((time.perf_counter() - started) / 8, _LONGEST_YIELD_SECONDS))
 
     def _let_consumer_go_on(self) -> None:
-        """Keeps out of the consumer's way until it has the batch that it waits for. A thread that went straight on to
-        load would have the GIL, if samples hold it, for up to a switch interval first.
+        """Keeps out of the consumer's way until it has the first batch, which it waits for as a rule. A thread that
+        went straight on to load would have the GIL, if samples hold it, for up to a switch interval first.
 
-        Of later batches such a consumer is waiting for loading anyway, and each pause would make that longer.
+        Who waits for a later batch waits for loading anyway, and each pause would make that longer.
         """
         end = time.perf_counter() + _LONGEST_YIELD_SECONDS
-        while _SLEEPS_BRIEFLY and self._awaited and not self._ready.empty() and time.perf_counter() < end:
+        while _SLEEPS_BRIEFLY and not self._ready.empty() and time.perf_counter() < end:
             time.sleep(_SHORTEST_YIELD_SECONDS)
 
     def _make(self, number: int) -> Record:
