@@ -21,12 +21,10 @@ SOURCES = {
     "short rows": f"the first halves of rows of {2 * SHORT_ROW_BYTES} bytes, one tensor in ordinary memory",
     "leaves": f"{LEAVES} tensors of one size in ordinary memory",
 }
-# Of copy_variants.py. rowsN: the first halves, of N bytes, of rows. blocksN: those of 8 bytes, in blocks of N bytes, of
-# which every other one is left out.
-ROWS = {
-    **{f"rows{row_bytes}": (row_bytes, 0) for row_bytes in (1, 2, 4, 8, 16, 32)},
-    **{f"blocks{rows * WORD_BYTES}": (WORD_BYTES, rows) for rows in (4, 8, 16, 32)},
-}
+# The first halves of rows, of so many bytes. Those with a number are for copy_variants.py.
+ROW_BYTES = {"short rows": SHORT_ROW_BYTES, **{f"rows{row_bytes}": row_bytes for row_bytes in (1, 2, 4, 8, 16, 32)}}
+# For copy_variants.py: those of 8 bytes, so many of them in a block. Every other block is left out.
+BLOCK_ROWS = {f"blocks{rows * WORD_BYTES}": rows for rows in (4, 8, 16, 32)}
 
 
 def size_label(size: int) -> str:
@@ -63,7 +61,7 @@ class Source:
 
 
 def make_source(name: str, size: int, seed: int) -> Source:
-    """`size` random bytes as the source called `name`, one of SOURCES or ROWS."""
+    """`size` random bytes as the source called `name`, one of SOURCES, ROW_BYTES and BLOCK_ROWS."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(count: int) -> list[torch.Tensor]:
@@ -74,14 +72,13 @@ def make_source(name: str, size: int, seed: int) -> Source:
         return Source(name, random(SAMPLES), collates=True)
     if name == "leaves":
         return Source(name, random(LEAVES))
-    if name in ("strided", "short rows"):
-        count = SAMPLES if name == "strided" else size // SHORT_ROW_BYTES
-        return Source(name, [_first_halves((count,), size // count, generator)])
-    if name in ROWS:
-        row_bytes, rows = ROWS[name]
-        if rows == 0:
-            return Source(name, [_first_halves((size // row_bytes,), row_bytes, generator)])
-        return Source(name, [_first_halves((size // row_bytes // rows, 2 * rows), row_bytes, generator)[:, :rows]])
+    if name == "strided":
+        return Source(name, [_first_halves((SAMPLES,), size // SAMPLES, generator)])
+    if name in ROW_BYTES:
+        return Source(name, [_first_halves((size // ROW_BYTES[name],), ROW_BYTES[name], generator)])
+    if name in BLOCK_ROWS:
+        rows = BLOCK_ROWS[name]
+        return Source(name, [_first_halves((size // WORD_BYTES // rows, 2 * rows), WORD_BYTES, generator)[:, :rows]])
     (dense,) = random(1)
     return Source(name, [dense.pin_memory() if name == "pinned" else dense])
 

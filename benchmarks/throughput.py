@@ -186,7 +186,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     else:
         description = DESCRIPTIONS[options.workload]
     return {
-        "benchmark": "throughput",
         "format": FORMAT,
         "environment": environment,
         "settings": {
@@ -261,7 +260,7 @@ def main(options: argparse.Namespace, benchmark: str = "throughput") -> int:
             return 1
         return 0
     try:
-        result = {**measure(options), "benchmark": benchmark}
+        result = {"benchmark": benchmark, **measure(options)}
     except Unusable as error:
         print(f"throughput.py: {error}", file=sys.stderr)
         return 1

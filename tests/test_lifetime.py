@@ -1,9 +1,6 @@
-"""Break, error, garbage collection, close() and Ctrl-C each end the threads and free the memory, in time."""
+"""Break, error, garbage collection and close() each end the threads and free the memory, in time."""
 
-import _thread
 import gc
-import itertools
-import sys
 import threading
 import time
 import warnings
@@ -11,12 +8,10 @@ import weakref
 
 import pytest
 import torch
-from loaders import THREADS, Gate, Ramp, eventually, handles, stands_in, threads, vals, within
+from loaders import THREADS, Gate, Ramp, eventually, handles, threads, vals, within
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpuprefetch import DataLoaderX, PrefetchIterator, _threads
-from gpuprefetch._epoch import Epoch
-from gpuprefetch._iterator import EpochIterator
+from gpuprefetch import PrefetchIterator, _threads
 
 pytestmark = pytest.mark.windows
 
@@ -527,30 +522,7 @@ def test_objects_are_flat_over_epochs(before):
     assert counts[1:] == counts[:1] * 3
 
 
-# --- Ctrl-C, and no end
-
-
-def test_an_interrupted_epoch_has_ended_and_a_new_one_works(before):
-    with Gate(at=1) as gate:
-        hooks = [gate]
-        p = PrefetchIterator(DataLoader(Ramp(5, hook=lambda i: hooks and hooks[0](i)), batch_size=1), device="cpu")
-        it = iter(p)
-        assert vals([next(it)]) == [0]
-        assert gate.reached.wait(20)
-
-        def interrupt():
-            assert stands_in("_wait", threading.main_thread())
-            _thread.interrupt_main()
-
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            next(it)
-        assert next(it, "ended") == "ended"
-        hooks.clear()
-        gate.opened.set()
-        assert vals(p) == [0, 1, 2, 3, 4]
-        del it
-    assert eventually(lambda: not threads(since=before))
+# --- no end
 
 
 def test_an_endless_dataset_needs_no_end(before):
@@ -563,52 +535,3 @@ def test_an_endless_dataset_needs_no_end(before):
         for _, batch in zip(range(20), p, strict=False):
             assert batch.tolist() == [[1.0], [1.0]]
     assert not threads(since=before)
-
-
-@pytest.mark.parametrize("num_threads", [1, 3, 8])
-def test_ctrl_c_before_the_first_line_of_a_finalizer_leaves_no_thread(num_threads, interrupted_finalizer):
-    prefetched = PrefetchIterator(DataLoader(Ramp(400), batch_size=4), "cpu", num_threads=num_threads)
-    epoch = iter(prefetched)
-    next(epoch)
-    with interrupted_finalizer():
-        del epoch
-    assert eventually(lambda: not threads())
-
-
-@pytest.mark.parametrize(
-    ("function", "event_wanted", "of_the_rank"),
-    [
-        *itertools.product([Epoch.take, Epoch._take], ["call"], [False, True]),
-        *itertools.product([Epoch._take], ["return"], [False, True]),
-        (EpochIterator.__next__, "return", True),  # behind the last line that could catch it but for DataLoaderX's
-    ],
-)
-def test_ctrl_c_in_next_ends_the_epoch_although_its_traceback_is_kept(function, event_wanted, of_the_rank):
-    """As a notebook keeps it."""
-    calls = itertools.count(1)
-
-    def interrupt(frame, event, argument):
-        if event == event_wanted and frame.f_code is function.__code__ and next(calls) == 3:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    loader = DataLoader(Ramp(400), batch_size=2)
-    prefetched = DataLoaderX(0, Ramp(400), batch_size=2) if of_the_rank else PrefetchIterator(loader, "cpu")
-    kept = None
-    sys.setprofile(interrupt)
-    try:
-        for _ in prefetched:
-            pass
-    except KeyboardInterrupt as error:
-        kept = error
-    finally:
-        sys.setprofile(None)
-    assert kept is not None and eventually(lambda: not threads())
-
-
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-def test_an_epoch_has_one_finalizer(num_threads, finalizers):
-    prefetched = PrefetchIterator(DataLoader(Ramp(40), batch_size=4), "cpu", num_threads=num_threads)
-    with finalizers() as called:
-        list(prefetched)
-    assert called == {"EpochIterator"}
