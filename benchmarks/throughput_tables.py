@@ -215,11 +215,14 @@ def threads(step: str) -> str:
         raise Unwritable(f"there is no threads-DECODER-{step}.json in benchmarks/results")
     counts = sorted({split_name(row["name"])[1] for result in results.values() for row in result["rows"]})
     key, digits = ("samples_per_s", 0) if step == "loading" else ("ms_per_step", 1)
-    lines = [["samples/s" if step == "loading" else "ms a step", "", *map(str, counts), "8 over 8 processes"]]
+    lines = [["samples/s" if step == "loading" else "ms a step", "", *map(str, counts), "time of 8 over 8 processes"]]
     for label, result in results.items():
         ratios = {(each["name"], each["of"]): f"{each['median']:.2f}" for each in result["over_processes"]}
         for family, way in WAYS.items():
-            rows = [find(result, family if count == 1 else f"{family}{count}") for count in counts]
+            rows = [
+                find(result, "gpuprefetch" if (family, count) == ("gpuprefetch", 1) else f"{family}{count}")
+                for count in counts
+            ]
             figures = ["" if row is None else f"{row[key]['median']:.{digits}f}" for row in rows]
             lines.append([label, way, *figures, ratios.get((f"{family}8", "workers8"), "")])
     return markdown(lines)
