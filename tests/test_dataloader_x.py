@@ -1,6 +1,5 @@
 """DataLoaderX in FastReID's place: built as its train and test loaders are, and used as its trainers use them."""
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -646,6 +645,17 @@ def test_wrong_arguments(arguments, error, text):
 
 
 @windows
+def test_each_rank_has_a_device_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr("gpuprefetch._dataloader_x.PrefetchIterator", lambda loader, device, **_: asked.append(device))
+    for local_rank in range(4):
+        DataLoaderX(local_rank, Ramp(4))
+    assert asked == [0, 1, 2, 3]
+
+
+@windows
 def test_a_rank_without_a_device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -665,17 +675,21 @@ def test_batches_stay_on_the_cpu_where_there_is_nothing_else(local_rank):
 def test_the_device_of_the_rank_is_current_where_an_epoch_begins(monkeypatch):
     current = []
 
-    @contextlib.contextmanager
-    def device(wanted):
-        current.append(wanted)
-        yield
-        current.pop()
+    class Noted(torch.cuda.device):  # which torch asks isinstance() about
+        def __init__(self, wanted):
+            self.wanted = wanted
+
+        def __enter__(self):
+            current.append(self.wanted)
+
+        def __exit__(self, *_):
+            current.pop()
 
     begin = PrefetchIterator.__iter__
     begun_on = []
     monkeypatch.setattr(PrefetchIterator, "__iter__", lambda self: begun_on.append([*current]) or begin(self))
     loader = DataLoaderX(0, Ramp(4))
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device", Noted)
     monkeypatch.setattr(DataLoaderX, "device", torch.device("cuda", 1))
     list(loader)
     next(loader)

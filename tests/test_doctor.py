@@ -1,5 +1,6 @@
 """``python -m gpuprefetch``, as a process: what it prints and writes, and its exit status."""
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -214,10 +215,14 @@ def test_a_module_built_for_another_torch():
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="torch is a GPU build")
 def test_a_cpu_build_of_torch_beside_a_driver_does_not_work():
     there = "kernel32.dll" if sys.platform == "win32" else None
-    fake = f"from gpuprefetch import _doctor_system\n_doctor_system.driver_library = lambda: {there!r}"
+    fake = f"""
+        import torch
+        from gpuprefetch import _doctor_system
+        _doctor_system.driver_library = lambda: {there!r}
+        torch.version.cuda = torch.version.hip = None
+        """
     status, out, _ = patched(fake, "--json")
     told = json.loads(out)
     assert (status, told["works"]) == (1, False)
@@ -330,6 +335,21 @@ def test_colour_where_the_terminal_has_it(monkeypatch, variables, is_terminal, c
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert command._takes_colour(Stream()) is colour
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_terminal_gets_colour():
+    ours, its = os.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    command = [sys.executable, "-m", "gpuprefetch"]
+    with subprocess.Popen(command, stdout=its, cwd=tempfile.gettempdir(), env={**environment, "TERM": "xterm"}) as run:
+        os.close(its)
+        printed = b""
+        with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # EIO: nobody writes any more
+            while read := terminal.read(4096):
+                printed += read
+        assert run.wait(60) in (0, 1)
+    assert b"\033[32mPrefetching works here" in printed or b"\033[31mPrefetching does not work here" in printed
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ def blocks(section):
 
 SHAPE = {
     "fastreid/__init__.py": "",
-    "fastreid/data/__init__.py": "from .build import build_reid_train_loader",
+    "fastreid/data/__init__.py": "from .build import build_reid_test_loader, build_reid_train_loader",
     "fastreid/data/data_utils.py": """
         from torch.utils.data import DataLoader
 
@@ -58,23 +58,36 @@ SHAPE = {
                 collate_fn=collate,
                 pin_memory=True,
             )
+
+        def build_reid_test_loader(num_workers):
+            batch_sampler = torch.utils.data.BatchSampler(range(7), 3, False)
+            return DataLoaderX(
+                0,
+                dataset=range(7),
+                batch_sampler=batch_sampler,
+                num_workers=num_workers,
+                collate_fn=collate,
+                pin_memory=True,
+            )
         """,
     "tools/beside.py": "",  # which a script that is run by itself finds
     "tools/train_net.py": """
         import argparse, sys
         import beside
         sys.path.append(".")
-        from fastreid.data import build_reid_train_loader
+        from fastreid.data import build_reid_test_loader, build_reid_train_loader
 
         if __name__ == "__main__":
             parser = argparse.ArgumentParser()
             parser.add_argument("--num-workers", type=int)
-            loader = build_reid_train_loader(parser.parse_args().num_workers)
+            num_workers = parser.parse_args().num_workers
+            loader = build_reid_train_loader(num_workers)
             batches = iter(loader)
             print(type(loader).__module__, sys.argv[0])
             for _ in range(3):
                 batch = next(batches)
                 print(batch["targets"].tolist(), *batch["img_paths"])
+            print(*(batch["targets"].tolist() for batch in build_reid_test_loader(num_workers)))
         """,
 }
 
@@ -127,6 +140,7 @@ def test_a_name_that_python_no_longer_has_is_put_back(tmp_path, run):
 def test_the_launcher_and_the_way_back(tmp_path, run):
     (tmp_path / "launch.py").write_text("\n".join(launcher()))
     batches = ["[0, 1, 2] 0.jpg 1.jpg 2.jpg", "[3, 4, 5] 3.jpg 4.jpg 5.jpg", "[6, 0, 1] 6.jpg 0.jpg 1.jpg"]
+    batches.append("[0, 1, 2] [3, 4, 5] [6]")  # of the test loader
     for num_workers in ("0", "2"):
         script = "tools/train_net.py"
         ours = run("launch.py", script, "--num-workers", num_workers)

@@ -69,7 +69,7 @@ class Holding(Dataset):
         return 6
 
     def __getitem__(self, i):
-        return torch.tensor(self.read(i))
+        return torch.as_tensor(self.read(i))
 
 
 def module_function(i):
@@ -156,6 +156,18 @@ def test_datasets_that_can_not_be_pickled(make, num_threads, device, tmp_path, n
     close = getattr(getattr(dataset, "held", None), "close", None)
     if close is not None:
         close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_samples_on_the_gpu_stay_in_this_process(num_threads, no_processes):
+    """Sharing a CUDA tensor is what a worker process would do, and Windows can't."""
+    model = torch.nn.Linear(1, 1).requires_grad_(False).cuda()
+    dataset = Holding(model, lambda i: model(torch.tensor([float(i)], device="cuda")))
+    loader = DataLoader(dataset, batch_size=2)
+    plain = [batch.tolist() for batch in loader]
+    for batches in [PrefetchIterator(loader, device="cuda", num_threads=num_threads)] * 2:
+        assert [batch.tolist() for batch in batches] == plain
 
 
 @windows

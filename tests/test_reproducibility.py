@@ -619,6 +619,12 @@ def test_the_training_step_trains():
 
 
 @pytest.mark.gpu
+def test_the_training_step_runs_on_the_device():
+    with global_generators_kept(torch.device("cuda")):
+        assert {value.device.type for value in _training_check.train(torch.device("cuda")).values()} == {"cuda"}
+
+
+@pytest.mark.gpu
 def test_on_the_device(capsys):
     flags = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True

@@ -179,6 +179,18 @@ def test_in_other_threads_the_global_generators_are_the_loops(threads):
     assert seen and all(state == before for state in seen)
 
 
+def test_one_thread_draws_from_the_global_generators_as_they_are():
+    """Equal between runs that begin alike, as long as the loop draws nothing; not what seed= gives without a thread."""
+
+    def run(step=lambda: None):
+        random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+        return epochs(DrawsGlobally(), num_threads=1, step=step)
+
+    assert torch.equal(run(), run())
+    assert not torch.equal(run(step=draw_globally), run())
+    assert not torch.equal(epochs(DrawsGlobally(), num_threads=0), run())
+
+
 @pytest.mark.skipif(len(THREADS) < 3, reason="sample threads are not tested here")
 def test_samples_fetched_at_the_same_time_have_generators_of_their_own():
     together = threading.Barrier(3, timeout=20)
