@@ -21,6 +21,7 @@ SOURCES = {
     "short rows": f"the first halves of rows of {2 * SHORT_ROW_BYTES} bytes, one tensor in ordinary memory",
     "leaves": f"{LEAVES} tensors of one size in ordinary memory",
 }
+PINNED_SAMPLES = "pinned-samples"  # as gathered, but in pinned memory. For copy_variants.py
 # The first halves of rows, of so many bytes. Those with a number are for copy_variants.py.
 ROW_BYTES = {"short rows": SHORT_ROW_BYTES, **{f"rows{row_bytes}": row_bytes for row_bytes in (1, 2, 4, 8, 16, 32)}}
 # For copy_variants.py: those of 8 bytes, so many of them in a block. Every other block is left out.
@@ -61,7 +62,7 @@ class Source:
 
 
 def make_source(name: str, size: int, seed: int) -> Source:
-    """`size` random bytes as the source called `name`, one of SOURCES, ROW_BYTES and BLOCK_ROWS."""
+    """`size` random bytes as the source called `name`, one of SOURCES, PINNED_SAMPLES, ROW_BYTES and BLOCK_ROWS."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(count: int) -> list[torch.Tensor]:
@@ -70,6 +71,8 @@ def make_source(name: str, size: int, seed: int) -> Source:
 
     if name == "gathered":
         return Source(name, random(SAMPLES), collates=True)
+    if name == PINNED_SAMPLES:
+        return Source(name, [sample.pin_memory() for sample in random(SAMPLES)], collates=True)
     if name == "leaves":
         return Source(name, random(LEAVES))
     if name == "strided":

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from copy_methods import METHODS
-from copy_sources import BLOCK_ROWS, LEAVES, ROW_BYTES, Source, WrongCopy, batch_label, make_source
+from copy_sources import BLOCK_ROWS, LEAVES, PINNED_SAMPLES, ROW_BYTES, Source, WrongCopy, batch_label, make_source
 from copy_speed import open_checked, parse_size, release
 from copy_timing import bring_to_speed, copies_a_repeat, time_repeat
 from experiment import figure
@@ -41,7 +41,7 @@ CELLS = (
     "pageable:1M,pageable:4M,pageable:16M,pageable:38.5M,pageable:256M,gathered:38.5M,leaves:4K,leaves:32K,leaves:64K"
 )
 DEFAULT = "default"
-CELL_SOURCES = ("pageable", "gathered", "leaves", *ROW_BYTES, *BLOCK_ROWS)
+CELL_SOURCES = ("pageable", "gathered", PINNED_SAMPLES, "leaves", *ROW_BYTES, *BLOCK_ROWS)
 METHOD_NAMES = ("gpuprefetch", "link")
 
 Cell = tuple[str, int]  # a source and its bytes

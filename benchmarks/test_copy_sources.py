@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from copy_sources import BLOCK_ROWS, ROW_BYTES, SOURCES, Copied, Source, WrongCopy, check, make_source
+from copy_sources import BLOCK_ROWS, PINNED_SAMPLES, ROW_BYTES, SOURCES, Copied, Source, WrongCopy, check, make_source
 
 CPU = torch.device("cpu")
 
@@ -11,7 +11,7 @@ def in_full(source):
     return [tensor.clone() for tensor in source.tensors]
 
 
-@pytest.mark.parametrize("name", [*SOURCES, *ROW_BYTES, *BLOCK_ROWS])
+@pytest.mark.parametrize("name", [*SOURCES, PINNED_SAMPLES, *ROW_BYTES, *BLOCK_ROWS])
 def test_a_source_has_its_size_and_random_bytes(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     size = 200 * 4096

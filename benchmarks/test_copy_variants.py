@@ -172,7 +172,7 @@ def test_the_whole_run(copied, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cells", "pinned:4K"], "none of pageable:SIZE, gathered:SIZE, leaves:SIZE"),
+        (["--cells", "pinned:4K"], "none of pageable:SIZE, gathered:SIZE, pinned-samples:SIZE"),
         (["--cells", "leaves"], "none of pageable:SIZE"),
         (["--cells", "leaves:1000"], "'1000' is no multiple of 512 bytes"),
         (["--cells", "pageable"], "none of pageable:SIZE"),

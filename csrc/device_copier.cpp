@@ -8,6 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -95,6 +96,10 @@ Rows rows_of(const at::Tensor& source, const at::Tensor& output) {
   return Rows(source.sizes(), source.strides(), output.strides(), source.itemsize());
 }
 
+// Whether a dense tensor, or sample, is copied from where it lies. To ask costs a call of the driver. A small one is
+// staged in any case, so that nobody has to wait until its copy has run.
+bool goes_by_itself(const at::Tensor& source) { return source.nbytes() > kSmallLeafBytes && is_pinned(source); }
+
 at::Tensor dense_like(const at::Tensor& source, const at::Tensor& output) {
   auto dense = at::empty_strided(output.sizes(), output.strides(), source.options());
   return dense.copy_(source);
@@ -128,19 +133,20 @@ Copies copies_of(const Sources& sources, const Layout& layout, const Outputs& ou
       destination.extents.push_back(Extent{begin + from, offset, rows.row_bytes(), count, stride});
       offset += rows.row_bytes() * count;
     });
-    // To ask costs a call of the driver. A small one is staged in any case, so that nobody has to wait until its copy
-    // has run.
-    if (rows.count() == 1 && rows.row_bytes() > kSmallLeafBytes && is_pinned(*source)) {
-      copies.pinned.push_back(std::exchange(destination, {}));
-    }
+    if (rows.count() == 1 && goes_by_itself(*source)) copies.pinned.push_back(std::exchange(destination, {}));
   }
   for (const auto& samples : sources.stacks) {
+    Destination& destination = copies.staged[place->storage];
+    if (destination.extents.empty()) destination.extents.reserve(samples.size());
     std::size_t offset = place->offset;
     for (const auto& sample : samples) {
-      copies.staged[place->storage].extents.push_back(Extent{address_of(sample), offset, sample.nbytes()});
+      destination.extents.push_back(Extent{address_of(sample), offset, sample.nbytes()});
       offset += sample.nbytes();
     }
     ++place;
+    if (std::all_of(samples.begin(), samples.end(), goes_by_itself)) {
+      copies.pinned.push_back(std::exchange(destination, {}));
+    }
   }
   return copies;
 }

@@ -18,8 +18,6 @@ from gpuprefetch._batch import Stack
 # What torch stacks tensors by, at the import of this module: a function that the user put in its place is theirs.
 _stack = _utils.collate.collate_tensor_fn
 
-_LEAST_SAMPLE_BYTES = 4096  # smaller ones are stacked in the time that it takes to look at them
-
 
 def gathering(collate: Callable[[Any], Any], can_gather: Callable[[list[torch.Tensor]], bool]) -> Callable[[Any], Any]:
     """``collate``, or one that leaves a ``Stack`` where ``default_collate`` would stack samples that can be gathered.
@@ -31,11 +29,7 @@ def gathering(collate: Callable[[Any], Any], can_gather: Callable[[list[torch.Te
 
     def stack_or_gather(batch: Any, *, collate_fn_map: Any = None) -> Any:
         samples = list(batch)
-        if (
-            all(type(sample) is torch.Tensor for sample in samples)
-            and can_gather(samples)
-            and samples[0].nbytes >= _LEAST_SAMPLE_BYTES
-        ):
+        if all(type(sample) is torch.Tensor for sample in samples) and can_gather(samples):
             return Stack(samples)
         return _stack(batch, collate_fn_map=collate_fn_map)
 

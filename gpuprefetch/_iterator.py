@@ -47,8 +47,8 @@ class PrefetchIterator:
     Make it once and iterate it for each epoch, as a DataLoader. ``next(p)`` without a loop draws from an epoch of the
     object's own, which a later ``iter(p)`` ends. Attributes that are not its own are the loader's.
 
-    With a CUDA device, no ``skip_keys`` and torch's own ``default_collate``, samples of 4 KiB or more are not stacked
-    on the host: the copy gathers them. The batch is the same; any other ``collate_fn`` is called as it is.
+    With a CUDA device, no ``skip_keys`` and torch's own ``default_collate``, samples are not stacked on the host: the
+    copy gathers them. The batch is the same; any other ``collate_fn`` is called as it is.
 
     Args:
         loader: any iterable of batches, usually a ``torch.utils.data.DataLoader`` with ``num_workers=0``. Batches

@@ -98,8 +98,11 @@ SAMPLES = {
     "numpy": (1, lambda i: (image(i).numpy(), i)),
     "uint8": (1, lambda i: image(0, dtype=torch.int64).to(torch.uint8).repeat(4, 1, 1)),
     "complex": (1, lambda i: image(i).to(torch.complex64)),
+    "small": (1, lambda i: torch.tensor([i])),
+    "one number": (1, lambda i: torch.tensor(i)),
+    "array scalars": (1, lambda i: (np.float32(i), np.array(i), np.bool_(i % 2))),  # arrays become tensors
+    "empty": (1, lambda i: torch.ones(0, 8)),
     # What stays default_collate's.
-    "small": (0, lambda i: torch.tensor([i])),
     "numbers": (0, lambda i: (i, float(i), "s", b"b")),
     "transposed": (0, lambda i: image(i).transpose(1, 2)),
     "channels_last": (0, lambda i: image(i)[None].to(memory_format=torch.channels_last)),
@@ -112,7 +115,6 @@ SAMPLES = {
     "one of them a subclass": (0, lambda i: image(i).as_subclass(Sub) if i == 2 else image(i)),
     "mixed dtypes": (0, lambda i: image(i).to(torch.float64) if i == 1 else image(i)),
     "promoted arrays": (0, lambda i: image(i).numpy().astype([np.float16, np.int64, np.float32][i % 3])),
-    "array scalars": (0, lambda i: (np.float32(i), np.array(i), np.bool_(i % 2))),
     "dict subclass": (0, lambda i: Bag(a=image(i))),
     "UserDict": (0, lambda i: collections.UserDict(a=image(i), b=i)),
     "mapping proxy": (0, lambda i: types.MappingProxyType({"a": image(i)})),
@@ -122,7 +124,6 @@ SAMPLES = {
     "namedtuple that checks": (0, lambda i: Checked(image(i), i)),
     "a tuple with fields": (0, lambda i: Fields(image(i))),
     "namedtuple with a __new__ put in": (0, lambda i: Doubled(image(i), i)),
-    "empty": (0, lambda i: torch.ones(0, 8)),
 }
 
 

@@ -657,17 +657,30 @@ def test_memory_that_another_library_pinned_in_part(thirds, threads, noise):
             assert torch.equal(x.cpu(), noise[begin : len(source)])
 
 
+def test_samples_of_which_some_are_pinned(noise):
+    samples = [noise[i * MIB :][:MIB] for i in range(12)]
+    samples[2:3] = [samples[2].pin_memory()]
+    samples[4:8] = [sample.pin_memory() for sample in samples[4:8]]
+    out = torch.cat(list(PrefetchIterator(DataLoader(samples, batch_size=4), device="cuda")))
+    assert torch.equal(out.view(-1), noise[: 12 * MIB].cuda())
+
+
+@pytest.mark.parametrize("samples", [1, 16], ids=["one tensor", "gathered"])
 @pytest.mark.parametrize("kind", ["pageable", "pinned", "registered"])
-def test_copies_leave_from_pinned_memory(kind, noise):
+def test_copies_leave_from_pinned_memory(kind, samples, noise):
     from torch.profiler import ProfilerActivity, profile
 
     source = noise[: 16 * MIB].pin_memory() if kind == "pinned" else noise[: 16 * MIB].clone()
     pinned_by_another = registered(source) if kind == "registered" else contextlib.nullcontext()
+    loader = passed_on([source] * 4) if samples == 1 else DataLoader([*source.view(samples, -1)] * 4, samples)
     with pinned_by_another, profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        out = list(PrefetchIterator(passed_on([source] * 4), device="cuda"))
+        out = list(PrefetchIterator(loader, device="cuda"))
         torch.cuda.synchronize()
-    assert all(torch.equal(x, source.cuda()) for x in out)
+    assert len(out) == 4 and all(torch.equal(x.view(-1), source.cuda()) for x in out)
     names = [event.name for event in profiled.events() if "HtoD" in event.name]
     assert names, "the profiler sees no copies"
     assert {name for name in names if "Pinned" not in name} == set()
-    assert len(names) <= (4 * 32 if kind == "pageable" else 4), "more copies than runs"
+    if kind == "pageable":
+        assert len(names) <= 4 * 32, "more copies than runs"
+    else:
+        assert len(names) == 4 * samples, "not from where they lay"
