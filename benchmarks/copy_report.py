@@ -38,6 +38,15 @@ def cells_of(rows: Rows, source: str) -> list[list[str]]:
     return lines
 
 
+def peaks_of(result: dict[str, Any]) -> list[list[str]]:
+    """A line a source and method: MiB."""
+    lines = [["peak MiB, above what was there", "pinned", "device", "host"]]
+    for peak in result["peaks"]:
+        sizes = (peak["pinned_bytes"], peak["device_bytes_above_batch"], peak["host_bytes"])
+        lines.append([f"{peak['source']}: {peak['method']}", *map(mebibytes, sizes)])
+    return lines
+
+
 _HOST_US = {  # older results have no stages, the oldest none
     "calls_us": "host us a call, timed from Python, so C++ pays less",
     "stages_us": f"host us, the stages of {LEAVES} x 4 KiB",
@@ -54,7 +63,7 @@ def _host_us(result: dict[str, Any]) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Header, a table for each source, peaks, and what it all means, as text of at most about 120 columns."""
-    rows, peaks, settings = result["rows"], result["peaks"], result["settings"]
+    rows, settings = result["rows"], result["settings"]
     environment = result["environment"]
     lines = [
         "",
@@ -65,11 +74,7 @@ def table(result: dict[str, Any]) -> str:
     for source, description in SOURCES.items():
         if methods_of(rows, source):
             lines += ["", f"{source}: {description}", *columns(cells_of(rows, source))]
-    cells = [["peak MiB, above what was there", "pinned", "device", "host"]]
-    for peak in peaks:
-        sizes = (peak["pinned_bytes"], peak["device_bytes_above_batch"], peak["host_bytes"])
-        cells.append([f"{peak['source']}: {peak['method']}", *map(mebibytes, sizes)])
-    lines += ["", f"one batch of {size_label(result['peak_bytes'])}, each method alone", *columns(cells), ""]
+    lines += ["", f"one batch of {size_label(result['peak_bytes'])}, each method alone", *columns(peaks_of(result)), ""]
     lines += [*_host_us(result), ""]
     lines += [f"note: {note}" for note in result["notes"]]
     width = max(map(len, settings["methods"]))

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 import copy_report
+import copy_sources
 import first_batch as first_batch_script
 import gil_takes as gil_takes_script
 import gpu_dataset as gpu_dataset_script
@@ -87,6 +88,10 @@ def copies() -> str:
     text = [told(result, of_link, *left_out(result)), markdown([["method", "what it is"], *methods])]
     for source in sources:
         text += [paragraph(f"{source}: {settings['sources'][source]}."), markdown(copy_report.cells_of(rows, source))]
+    size = copy_sources.size_label(result["peak_bytes"])
+    what = "Device: without the batch itself; host: this process, pinned memory included."
+    text += [paragraph(f"Memory for one batch of {size}, each method alone.", what)]
+    text += [markdown(copy_report.peaks_of(result))]
     return "\n\n".join(text)
 
 

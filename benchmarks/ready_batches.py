@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import os
 import random
 import statistics
 import sys
@@ -162,23 +161,18 @@ class Spin:
 
 
 def own_threads_ns() -> int | None:
-    """Nanoseconds on a processor that the package's live threads have had, in ticks of the system, usually 10 ms; None
-    where it does not tell."""
-    tasks = Path("/proc/self/task")
-    if not tasks.exists():
+    """Nanoseconds on a processor that the package's live threads have had; None where the system does not tell."""
+    if not Path("/proc/self/schedstat").exists():
         return None
     python = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("gpuprefetch-")}
-    ticks = 0
-    for task in tasks.iterdir():
+    taken = 0
+    for task in Path("/proc/self/task").iterdir():
         try:
-            stat = (task / "stat").read_text()
+            if int(task.name) in python or (task / "comm").read_text().strip() == POOL_THREAD:
+                taken += int((task / "schedstat").read_text().split()[0])
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
-        begin, _, rest = stat.rpartition(")")  # the last one: a name may hold spaces and parentheses
-        if int(task.name) in python or begin.partition("(")[2] == POOL_THREAD:
-            user, system = rest.split()[11:13]
-            ticks += int(user) + int(system)
-    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return taken
 
 
 class WrongBatches(Exception):

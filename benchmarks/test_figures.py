@@ -227,8 +227,12 @@ def test_copies_by_source_size_and_method(write):
     sources = {"pageable": "one tensor", "odd": "new", "pinned": "not here", "leaves": "200 tensors"}
     methods = {"gpuprefetch": "ours", "another": "theirs", "unused": "not here", "link": "the limit"}
     settings = {"repeats": 5, "sources": sources, "methods": methods}
-    write("copy-speed", {"settings": settings, "rows": rows, "left_out": []})
-    told, legend, *sources = paragraphs("copies")
+    peak = {"source": "odd", "method": "another", "pinned_bytes": 1 << 20, "device_bytes_above_batch": 0}
+    peaks = {"peak_bytes": 1 << 30, "peaks": [{**peak, "host_bytes": 3 << 20}]}
+    write("copy-speed", {"settings": settings, "rows": rows, "left_out": [], **peaks})
+    told, legend, *sources, memory, peak_table = paragraphs("copies")
+    assert memory.startswith("Memory for one batch of 1 GiB, ")
+    assert peak_table[2:] == ["| odd: another | 1 | 0 | 3 |"]
     assert "5 repeats. Of link" in told
     assert legend[2:] == ["| gpuprefetch | ours |", "| another | theirs |", "| link | the limit |"]
     assert sources == [
