@@ -82,16 +82,26 @@ class Trainer:
         return (time.perf_counter() - start) / steps * 1e3
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=12, help="of an epoch (12)")
-    parser.add_argument("--epochs", type=int, default=3, help="with each loader (3)")
+    parser.add_argument("--batch-size", type=positive, default=16)
+    parser.add_argument("--steps", type=positive, default=12, help="of an epoch (12)")
+    parser.add_argument("--epochs", type=positive, default=3, help="with each loader (3)")
     parser.add_argument("--quick", action="store_true", help="two epochs of two steps, to see that it runs")
     options = parser.parse_args()
     steps, epochs = (2, 2) if options.quick else (options.steps, options.epochs)
-    device = torch.device(options.device)
+    try:
+        device = torch.empty(0, device=options.device).device
+    except (RuntimeError, AssertionError) as error:  # torch's own words
+        parser.error(f"--device {options.device}: {error}")
     if device.type == "cpu":
         torch.set_num_threads(1)  # else the threads of one operation wait for each other where loading has their core
 

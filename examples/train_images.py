@@ -111,17 +111,29 @@ def images_in(folder: Path | None, count: int) -> Iterator[Images]:
         yield Images(Path(temporary))
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="of folders of images (some are made)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--epochs", type=int, default=3, help="with each loader (3)")
+    parser.add_argument("--batch-size", type=positive, default=32)
+    parser.add_argument("--epochs", type=positive, default=3, help="with each loader (3)")
     parser.add_argument("--num-threads", type=int, default=1, help="of gpuprefetch (1)")
     parser.add_argument("--quick", action="store_true", help="two epochs of a few images, to see that it runs")
     options = parser.parse_args()
     epochs = 2 if options.quick else options.epochs
-    device = torch.device(options.device)
+    try:
+        device = torch.empty(0, device=options.device).device
+    except (RuntimeError, AssertionError) as error:  # torch's own words
+        parser.error(f"--device {options.device}: {error}")
+    if options.folder is not None and not options.folder.is_dir():
+        parser.error(f"there is no folder {str(options.folder)!r}")
     if device.type == "cpu":
         torch.set_num_threads(1)  # else the threads of one operation wait for each other where loading has their core
 

@@ -72,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(as_json if options.json else report(facts, findings, well, _takes_colour(sys.stdout)), flush=True)
     except OSError as error:  # a full disk, or nobody who reads: the status still tells
         sys.stdout = None  # which the interpreter would flush at its end
-        print(f"{parser.prog}: can't write to standard output: {error}", file=sys.stderr)
+        try:
+            print(f"{parser.prog}: can't write to standard output: {error}", file=sys.stderr, flush=True)
+        except OSError:  # the same pipe, as a rule
+            sys.stderr = None
     return 0 if well else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import numbers
 import operator
 import os
@@ -119,25 +120,36 @@ class CachedDataset(Dataset[Any]):
     def _keep(self, kept: _Kept, key: Hashable, index: Any, sample: Any) -> bool:
         """Keeps a copy of the sample, if it fits."""
         size = bytes_in(sample)
-        with self._lock:
-            fits = kept.bytes + size <= self._max_bytes
-            warns = not fits and not kept.warned
-            if fits:
-                kept.bytes += size
-            kept.warned |= warns
-        if warns:
-            self._warn(kept, index, size)
-        if not fits:
+        reserved = math.ceil(size * kept.growth)
+        if not self._takes(kept, index, size, reserved):
             return False
+        fits = False
         try:
             made = copied(sample, self._device)
             wait_for_copies(made)
-        except BaseException:
+            taken = bytes_in(made)  # a list is longer than its items need, and its copy by another number
             with self._lock:
-                kept.bytes -= size
-            raise
-        kept[key] = made
-        return True
+                kept.growth = max(kept.growth, taken / max(size, 1))
+            fits = self._takes(kept, index, taken, taken - reserved)
+        finally:
+            if not fits:
+                with self._lock:
+                    kept.bytes -= reserved
+        if fits:
+            kept[key] = made
+        return fits
+
+    def _takes(self, kept: _Kept, index: Any, size: int, more: int) -> bool:
+        """Counts so many ``more`` bytes, for a sample of ``size``, if they fit."""
+        with self._lock:
+            fits = kept.bytes + more <= self._max_bytes
+            warns = not fits and not kept.warned
+            if fits:
+                kept.bytes += more
+            kept.warned |= warns
+        if warns:
+            self._warn(kept, index, size)
+        return fits
 
     def _warn(self, kept: _Kept, index: Any, size: int) -> None:
         total = ""
@@ -171,11 +183,12 @@ def emptied_caches() -> Iterator[None]:
 class _Kept(dict[Hashable, Any]):
     """Samples, and what they come to."""
 
-    __slots__ = ("bytes", "warned")
+    __slots__ = ("bytes", "growth", "warned")
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
+        self.growth = 1.0  # the most that a copy has taken, over its sample
         self.warned = False  # that one does not fit
 
 

@@ -134,8 +134,9 @@ class DataLoaderX(DataLoader[Any]):
         return Batches(self, self._begin())
 
     def __next__(self) -> Any:
-        epoch = self._latest()
-        self._kept = epoch = self._begin() if epoch is None else epoch
+        with self._prefetch._beginning.turn():
+            epoch = self._latest()
+            self._kept = epoch = self._begin() if epoch is None else epoch
         return next(epoch)
 
     def shutdown(self) -> None:
@@ -144,8 +145,9 @@ class DataLoaderX(DataLoader[Any]):
 
         A thread that is inside the dataset's code is waited for 2 seconds, then left behind with a warning.
         """
-        self._kept, self._latest = None, _none
+        kept, self._kept, self._latest = self._kept, None, _none
         self._prefetch.close()
+        del kept  # not before: it would be waited for in a finalizer, where Ctrl-C is lost
 
     def set_epoch(self, epoch: int) -> None:
         """As ``PrefetchIterator.set_epoch``: for samplers that have one, and the ``seed``."""
@@ -177,7 +179,7 @@ class Batches:
     FastReID's ``iter(loader)`` is the loader itself, so other attributes, and the length, are the loader's.
     """
 
-    __slots__ = ("_epoch", "_loader")
+    __slots__ = ("__weakref__", "_epoch", "_loader")
 
     def __init__(self, loader: DataLoaderX, epoch: EpochIterator) -> None:
         self._loader = loader

@@ -64,7 +64,7 @@ def _too_many_threads(facts: Facts) -> Finding | None:
     numbers = {"torch.get_num_threads()": facts.intra_op_threads or 0}
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         first = (facts.environment or {}).get(name, "").split(",")[0].strip()
-        numbers[name] = int(first) if first.isdecimal() else 0
+        numbers[name] = int(first) if first.isdecimal() and len(first) < 10 else 0  # int() refuses thousands
     above = [f"{name} is {number}" for name, number in numbers.items() if cores is not None and number > max(cores, 1)]
     if not above:
         return None

@@ -20,9 +20,6 @@ from gpuprefetch._lanes import Lane
 from gpuprefetch._record import Record, Stopped
 from gpuprefetch._source import Source
 
-# On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices.
-_SLICE_SECONDS = 0.1
-
 
 class Epoch(abc.ABC):
     """What both ways have in common: the queue of ready records and the consumer's side.
@@ -64,7 +61,7 @@ class Epoch(abc.ABC):
         current = threading.current_thread()
         if any(worker.thread is current for worker in self._workers):
             raise RuntimeError("an epoch can't be drawn from by the dataset that it loads")
-        while not self._taking.acquire(timeout=_SLICE_SECONDS):
+        while not self._taking.acquire(timeout=_threads.SLICE_SECONDS):
             if self._stopped:
                 raise StopIteration
         try:
@@ -141,7 +138,7 @@ class Epoch(abc.ABC):
         started = time.monotonic()
         while True:
             try:
-                return self._ready.get(timeout=_SLICE_SECONDS)
+                return self._ready.get(timeout=_threads.SLICE_SECONDS)
             except queue.Empty:
                 pass
             if self._stopped:

@@ -25,6 +25,7 @@ _SHOWN_BY_REPR = (
     array.array,
     numbers.Number,
     type(None),
+    range,
     enum.Enum,
     pathlib.PurePath,
     datetime.date,
@@ -52,7 +53,8 @@ def first_difference(found: list[Value], expected: list[Value]) -> tuple[str, st
     """The path of the first value that differs, and how."""
     for a, b in itertools.zip_longest(found, expected):
         if a is None or b is None or a.path != b.path:
-            return (a or b).path, "only in one of them"
+            reordered = {value.path for value in found} == {value.path for value in expected}
+            return (a or b).path, "in another place among the keys" if reordered else "only in one of them"
         if a.kind != b.kind:
             return a.path, f"{a.kind}, but {b.kind}"
         if a.digest != b.digest:
@@ -64,7 +66,7 @@ def first_unequal_element(path: str, found: Any, expected: Any) -> tuple[str, st
     """Where in the leaf at ``path`` of two batches the first element differs, and the two; None if it has none."""
     ours, theirs = _at(path, found), _at(path, expected)
     if isinstance(ours, _SHOWN_BY_REPR) and isinstance(theirs, _SHOWN_BY_REPR):
-        return path, f"{_short(ours)}, but {_short(theirs)}"
+        return None if repr(ours) == repr(theirs) else (path, f"{_short(ours)}, but {_short(theirs)}")
     a, b = _as_array(ours), _as_array(theirs)
     if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
         return None
@@ -124,6 +126,12 @@ def _value(path: str, value: Any) -> Value:
         return Value(path, f"{name} of {value.dtype}", b"")
     if isinstance(value, _SHOWN_BY_REPR):
         return Value(path, name, _digest([repr(value).encode()]))
+    if isinstance(value, (set, frozenset)) and all(isinstance(each, _SHOWN_BY_REPR) for each in value):
+        return Value(path, f"{name} of {len(value)}", _digest([each.encode() for each in sorted(map(repr, value))]))
+    if isinstance(value, slice):
+        ends = (value.start, value.stop, value.step)
+        seen = all(isinstance(each, _SHOWN_BY_REPR) for each in ends)
+        return Value(path, name, _digest([repr(value).encode()]) if seen else None)
     if hasattr(value, "__array_interface__"):  # a PIL image
         pixels = numpy.asarray(value)
         return Value(path, f"{name} of {pixels.dtype} {list(pixels.shape)}", _digest([pixels.tobytes()]))

@@ -100,6 +100,7 @@ class PrefetchIterator:
 
     __slots__ = (
         "__weakref__",
+        "_beginning",
         "_device",
         "_epochs",
         "_implicit",
@@ -142,6 +143,7 @@ class PrefetchIterator:
         self._device = checked_device(device)
         self._epochs: set[weakref.ref[EpochIterator]] = set()  # a WeakSet can't be read while another thread drops one
         self._implicit: EpochIterator | None = None
+        self._beginning = _threads.Turns()  # threads that share this object share what next() begins
         self._lock = threading.RLock()  # of _share, never held while code of the user's runs
         self._share: Share | None = None
         self._open()
@@ -158,7 +160,10 @@ class PrefetchIterator:
     def __next__(self) -> Any:
         implicit = self._implicit
         if implicit is None:
-            implicit = self._implicit = self._begin()
+            with self._beginning.turn():
+                implicit = self._implicit
+                if implicit is None:
+                    implicit = self._implicit = self._begin()
         return next(implicit)
 
     def __len__(self) -> int:
@@ -179,18 +184,18 @@ class PrefetchIterator:
 
         A thread that is inside the dataset's code is waited for 2 seconds, then left behind with a warning.
         """
-        epochs = [iterator._epoch for iterator in self._live()]
-        self._implicit = None  # after that: dropped before, it would be waited for in a finalizer, where Ctrl-C is lost
+        iterators = self._live()  # until the end: dropped, they are waited for in a finalizer, where Ctrl-C is lost
+        self._implicit = None
         with self._lock:
             share, self._share = self._share, None
-        for epoch in epochs:
-            epoch.stop()
+        for iterator in iterators:
+            iterator._stop()
         deadline = _threads.deadline()
         with contextlib.ExitStack() as stack:  # all of it, whatever one of them raises
             if share is not None:
                 stack.callback(share.close)
-            for epoch in epochs:
-                stack.callback(epoch.close, deadline)
+            for iterator in iterators:
+                stack.callback(iterator._epoch.close, deadline)
 
     def set_epoch(self, epoch: int) -> None:
         """Calls ``set_epoch(epoch)`` of the loader, its sampler, batch sampler, that one's sampler, and its dataset:

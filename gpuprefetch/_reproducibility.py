@@ -109,7 +109,7 @@ def _opened(loader: Any) -> tuple[DataLoader[Any], PrefetchIterator | None]:
     wrapper = loader._prefetch if isinstance(loader, DataLoaderX) else loader
     wrapper = wrapper if isinstance(wrapper, PrefetchIterator) else None
     loader = loader if wrapper is None else wrapper._loader
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or isinstance(loader, DataLoaderX):  # which counts epochs of its own
         kind = type(loader).__name__ if wrapper is None else f"a PrefetchIterator of {type(loader).__name__}"
         raise TypeError(f"loader must be a DataLoader, a PrefetchIterator of one or None, not {kind}")
     return loader, wrapper

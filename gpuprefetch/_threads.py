@@ -11,18 +11,22 @@ import atexit
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from gpuprefetch import _copier, _extension
 
 JOIN_SECONDS = 2.0
 """How long a thread that is inside the user's code is waited for."""
+
+SLICE_SECONDS = 0.1
+"""On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices of so long."""
 
 _LATER_SECONDS = 0.05  # until an interrupt is raised again
 _LOOK_SECONDS = 0.05  # at exit: how often threads that were just started are looked for
@@ -123,9 +127,36 @@ def _stack(ident: int | None) -> str:
 def interrupt_later() -> None:
     """Ctrl-C anew in the main thread, for a finalizer that it arrived in: raised there it goes nowhere, and so does one
     that comes before the finalizer has ended."""
-    timer = threading.Timer(_LATER_SECONDS, _thread.interrupt_main)
+    timer = threading.Timer(_LATER_SECONDS, _interrupt)
     timer.daemon = True
     timer.start()
+
+
+def _interrupt() -> None:
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None and callable(signal.getsignal(signal.SIGINT)):
+        signal.pthread_kill(main, signal.SIGINT)  # which ends a wait of the system's, too
+    else:
+        _thread.interrupt_main()
+
+
+class Turns:
+    """A re-entrant lock. Ctrl-C ends a wait for it on Windows, too, and a forked child has a new one."""
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        if self._process != os.getpid():  # it may be held by a thread that the fork has left behind
+            self._lock, self._process = threading.RLock(), os.getpid()
+        lock = self._lock
+        while not lock.acquire(timeout=SLICE_SECONDS):
+            pass
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def on_one() -> bool:

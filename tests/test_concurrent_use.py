@@ -14,7 +14,7 @@ import torch
 from loaders import THREADS, Ramp, eventually, script, threads, vals, within
 from torch.utils.data import DataLoader
 
-from gpuprefetch import PrefetchIterator, _threads
+from gpuprefetch import DataLoaderX, PrefetchIterator, _threads
 
 pytestmark = pytest.mark.windows
 
@@ -41,6 +41,25 @@ def test_consumers_that_share_an_epoch_take_turns(num_threads):
             assert not consumer.is_alive()
         assert sorted(sum(got, [])) == list(range(60))
         assert all(mine == sorted(mine) for mine in got)
+
+
+@pytest.mark.parametrize("make", [PrefetchIterator, lambda loader, device: DataLoaderX(0, loader.dataset)])
+def test_threads_that_call_next_share_the_epoch_that_it_begins(make):
+    for _ in range(20):
+        batches, together = make(DataLoader(Ramp(12), batch_size=1), "cpu"), threading.Barrier(3)
+        got = [[] for _ in range(3)]
+
+        def consume(mine, batches=batches, together=together):
+            together.wait(20)
+            mine += vals(iter(lambda: next(batches, None), None))
+
+        consumers = [threading.Thread(target=consume, args=(mine,), daemon=True) for mine in got]
+        for consumer in consumers:
+            consumer.start()
+        for consumer in consumers:
+            consumer.join(20)
+            assert not consumer.is_alive()
+        assert sorted(sum(got, [])) == list(range(12))
 
 
 class Watched:
@@ -165,6 +184,43 @@ def test_a_child_that_is_forked_while_an_object_moves_moves_its_own():
         """
     )
     assert (code, out.split()) == (0, ["3", "1"]), err
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize(
+    "make", ["PrefetchIterator(DataLoader(data, sampler=order), 'cpu')", "DataLoaderX(0, data, 1, sampler=order)"]
+)
+def test_a_child_that_is_forked_while_another_thread_begins_an_epoch_begins_its_own(make):
+    code, out, err = script(
+        f"""
+        import faulthandler
+        from gpuprefetch import DataLoaderX
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        inside, opened = threading.Event(), threading.Event()
+
+        class Order:
+            def __iter__(self):
+                if threading.current_thread() is not threading.main_thread():
+                    inside.set()
+                    assert opened.wait(60)
+                return iter(range(4))
+
+        data, order = torch.arange(4), Order()
+        batches = {make}
+        thread = threading.Thread(target=lambda: print(int(next(batches))))
+        thread.start()
+        assert inside.wait(20)
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.dump_traceback_later(20, exit=True)
+            print(int(next(batches)), flush=True)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        opened.set()
+        thread.join(20)
+        """
+    )
+    assert (code, out.split()) == (0, ["0", "0"]), err
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])

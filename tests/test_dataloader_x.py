@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import threading
 import warnings
+import weakref
 
 import numpy
 import pytest
@@ -642,6 +643,22 @@ def test_wrong_arguments(arguments, error, text):
     assert text in str(caught.value)
     with pytest.raises(TypeError, match="local_rank"):
         DataLoaderX(dataset=Ramp(4))
+
+
+@windows
+def test_a_dataset_that_calls_next_of_its_loader_gets_an_error():
+    loader = DataLoaderX(0, Ramp(4, hook=lambda i: next(loader)))
+    with pytest.raises(RuntimeError, match="the dataset that it loads"):
+        within(20, lambda: next(loader))
+
+
+@windows
+def test_what_iter_gives_can_be_referred_to_weakly():
+    batches = iter(DataLoaderX(0, Ramp(4)))
+    reference = weakref.ref(batches)
+    assert reference() is batches
+    del batches
+    assert reference() is None
 
 
 @windows

@@ -300,6 +300,18 @@ def test_output_that_nobody_takes_leaves_status_and_report(tmp_path):
     assert "Prefetching works here" in (tmp_path / "report.txt").read_text(encoding="utf-8")
 
 
+@on_the_cpu
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_the_status_tells_where_nobody_reads_a_word(arguments, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuprefetch", *arguments], cwd=tmp_path, stdout=write, stderr=write, timeout=120
+    )
+    os.close(write)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("arguments", [["--jsn"], ["--report"], ["more"]])
 def test_wrong_use(arguments, capsys):
     status, out, err = refused(capsys, *arguments)

@@ -149,6 +149,12 @@ FOUND = [
     ("too-many-threads", "slow", {"container_cpus": 2.5}, ["is 8", "2.5 CPU cores", "OMP_NUM_THREADS to 2 or"]),
     ("too-many-threads", "slow", {"environment": {"OMP_NUM_THREADS": "16,2"}}, ["OMP_NUM_THREADS is 16"]),
     ("too-many-threads", "slow", {"environment": {"MKL_NUM_THREADS": "16"}}, ["MKL_NUM_THREADS is 16"]),
+    (
+        "too-many-threads",
+        "slow",
+        {"environment": {"MKL_NUM_THREADS": "9" * 5000, "OMP_NUM_THREADS": "16"}},
+        ["OMP_NUM_THREADS is 16, but"],
+    ),
     ("spinning-threads", "slow", {"environment": {"OMP_WAIT_POLICY": "ACTIVE"}}, ["OMP_WAIT_POLICY=ACTIVE"]),
     ("spinning-threads", "slow", {"environment": {"KMP_BLOCKTIME": "infinite"}}, ["KMP_BLOCKTIME=infinite"]),
     ("debug-build", "slow", {"python_debug": True}, ["Python"]),

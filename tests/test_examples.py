@@ -73,3 +73,20 @@ def test_a_folder_without_images_is_one_sentence(tmp_path):
     done = run([str(Path(__file__).parents[1] / "examples" / "train_images.py"), "."], tmp_path)
     assert done.returncode == 1
     assert done.stderr == ". has no folder with images in it; there must be one for each class\n"
+
+
+@pytest.mark.parametrize(
+    "example, arguments, told",
+    [
+        ("gpu_dataset", ["--steps", "0"], "argument --steps: 0 is not 1 or more"),
+        ("gpu_dataset", ["--device", "nope"], "--device nope: "),
+        ("train_images", ["--batch-size", "-1"], "argument --batch-size: -1 is not 1 or more"),
+        ("train_images", ["nowhere"], "there is no folder 'nowhere'"),
+    ],
+)
+def test_a_wrong_argument_is_told_by_name(example, arguments, told, tmp_path):
+    if example in NEEDS:
+        pytest.importorskip(NEEDS[example])
+    done = run([str(Path(__file__).parents[1] / "examples" / f"{example}.py"), *arguments], tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr and "Traceback" not in done.stderr

@@ -323,6 +323,17 @@ def test_pinned_memory_is_bounded_for_variable_sizes(no_ring):
 # --- several at once --------------------------------------------------------------------------------------------------
 
 
+@needs_host_stats
+def test_eight_objects_side_by_side_have_one_ring(no_ring, noise):
+    before = pinned_bytes()
+    sources = [[noise[(8 * step + i) * 1000 :][: 3 * MIB] for step in range(6)] for i in range(8)]
+    epochs = [iter(PrefetchIterator(passed_on(own), "cuda", num_threads=i % 2)) for i, own in enumerate(sources)]
+    for step in range(6):
+        for epoch, own in zip(epochs, sources, strict=True):
+            assert torch.equal(next(epoch), own[step].cuda())
+            assert pinned_bytes() - before == 64 * MIB
+
+
 @pytest.mark.parametrize("threads", THREADS)
 def test_two_threads_share_one_small_ring(threads, noise):
     def run(seed):

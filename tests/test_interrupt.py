@@ -2,6 +2,8 @@
 
 import _thread
 import itertools
+import os
+import signal
 import sys
 import threading
 
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch import DataLoaderX, PrefetchIterator
 from gpuprefetch._epoch import Epoch
 from gpuprefetch._iterator import EpochIterator
+from gpuprefetch._threads import interrupt_later
 
 pytestmark = pytest.mark.windows
 
@@ -37,6 +40,46 @@ def test_an_interrupted_epoch_has_ended_and_a_new_one_works():
         assert vals(p) == [0, 1, 2, 3, 4]
         del it
     assert eventually(lambda: not threads())
+
+
+def ctrl_c():
+    """As the terminal sends it: it ends a wait of the system's, too."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
+
+
+@pytest.mark.parametrize("implicit", [True, False])
+@pytest.mark.parametrize(
+    "make", [lambda data: PrefetchIterator(DataLoader(data), "cpu"), lambda data: DataLoaderX(0, data)]
+)
+def test_ctrl_c_while_close_waits_is_raised_by_it(make, implicit):
+    with Gate(at=1) as gate:
+        batches = make(Ramp(5, hook=gate))
+        drawn_from = batches if implicit else iter(batches)
+        assert vals([next(drawn_from)]) == [0]
+        assert gate.reached.wait(20)
+
+        def interrupt():
+            assert stands_in("join", threading.main_thread())
+            ctrl_c()
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            getattr(batches, "shutdown" if isinstance(batches, DataLoaderX) else "close")()
+    assert eventually(lambda: not threads())
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the system has no signals for threads")
+def test_ctrl_c_in_a_finalizer_comes_later_and_ends_a_wait():
+    read, write = os.pipe()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_later()
+            os.read(read, 1)  # which nothing but a signal ends
+    finally:
+        os.close(read), os.close(write)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 8])

@@ -336,7 +336,7 @@ def test_close_from_another_thread_ends_a_waiting_next(before):
 @pytest.mark.parametrize("what", ["object", "epoch"])
 def test_close_during_next_again_and_again(what, monkeypatch, before):
     """next() gives the next batch or the end, and nothing else, wherever close() meets it."""
-    monkeypatch.setattr("gpuprefetch._epoch._SLICE_SECONDS", 1e-4)
+    monkeypatch.setattr("gpuprefetch._threads.SLICE_SECONDS", 1e-4)
     wrong = []
     for _ in range(300):
         load = Ramp(3, hook=lambda i: time.sleep(2e-4))  # load, so that close() comes before, in and behind next()

@@ -12,8 +12,8 @@ from loaders import Ramp, threads
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import gpuprefetch
-from gpuprefetch import PrefetchIterator, _training_check, verify_reproducibility
-from gpuprefetch._fingerprint import fingerprint
+from gpuprefetch import DataLoaderX, PrefetchIterator, _training_check, verify_reproducibility
+from gpuprefetch._fingerprint import fingerprint, first_difference, first_unequal_element
 from gpuprefetch._seeded_runs import global_generators_kept
 
 N = 24
@@ -218,6 +218,22 @@ def test_an_object_that_knows_what_it_is_a_part_of():
     made.owner, made.parts = made, [made.tensor]
     made.tensor.owner = made
     assert [value.path for value in fingerprint(made)] == ["", ".tensor", ".angle", ".parts", ".parts[0]"]
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_sets_are_compared_whatever_their_order(kind):
+    names = [f"image{i}" for i in range(100)]
+    assert fingerprint(kind(names)) == fingerprint(kind(reversed(names))) != fingerprint(kind(names[:-1] + ["other"]))
+    assert fingerprint(range(3)) == fingerprint(range(3)) != fingerprint(range(4))
+    assert fingerprint(slice(3)) != fingerprint(slice(4))
+    assert [value.digest for value in fingerprint(slice(torch.ones(2)))] == [None]
+
+
+def test_keys_in_another_order_are_told_as_that():
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert first_difference(fingerprint(one), fingerprint(other)) == ("['a']", "in another place among the keys")
+    assert first_unequal_element("['a']", one, other) is None
+    assert first_difference(fingerprint(one), fingerprint({"a": 1, "c": 2})) == ("['b']", "only in one of them")
 
 
 PADDED = numpy.dtype([("a", "i1"), ("b", "f8")], align=True)
@@ -555,7 +571,7 @@ def test_objects_whose_values_can_not_be_seen_are_named(capsys):
             return 2
 
         def __getitem__(self, i):
-            return {"x": Opaque(), "set": {1, 2}}
+            return {"x": Opaque(), "set": {Opaque()}}
 
     verdict, lines = verify(None, capsys, loader=DataLoader(Holds(), 1, collate_fn=list), counts=(0,))
     assert verdict is True
@@ -678,6 +694,11 @@ def test_after_an_error_too():
             {"loader": PrefetchIterator([1], "cpu")},
             TypeError,
             "loader must be a DataLoader, a PrefetchIterator of one or None, not a PrefetchIterator of list",
+        ),
+        (
+            {"loader": PrefetchIterator(DataLoaderX(0, [1]), "cpu")},
+            TypeError,
+            "loader must be a DataLoader, a PrefetchIterator of one or None, not a PrefetchIterator of DataLoaderX",
         ),
         ({"num_threads": 4}, TypeError, "num_threads must be a collection of integers, such as (0, 1, 4), not 4"),
         ({"num_threads": "04"}, TypeError, "num_threads must be a collection of integers, such as (0, 1, 4), not '04'"),
