@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from copy_sources import LEAVES, SOURCES, batch_label, size_label
+from copy_sources import LEAVES, SAMPLES, SOURCES, batch_label, size_label
 from report import columns, mebibytes
 from target import headline
 
@@ -50,6 +50,7 @@ def peaks_of(result: dict[str, Any]) -> list[list[str]]:
 _HOST_US = {  # older results have no stages, the oldest none
     "calls_us": "host us a call, timed from Python, so C++ pays less",
     "stages_us": f"host us, the stages of {LEAVES} x 4 KiB",
+    "gathered_stages_us": f"host us, {SAMPLES} samples of 600 KB",
 }
 
 

@@ -9,11 +9,13 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from copy_methods import Copy, through_lane
-from copy_sources import LEAVES
+from copy_sources import LEAVES, Source, make_source
 from target import Target
+from torch.utils.data import default_collate
 
 LEAST_SECONDS = 0.005  # of copies in a row, whose median is one repeat
 MOST_COPIES = 1000
@@ -86,7 +88,7 @@ def time_calls(target: Target, repeats: int) -> dict[str, list[float]]:
 
     on_device = torch.empty(CALL_BYTES, dtype=torch.uint8, device=target.device)
     pinned = torch.zeros(CALL_BYTES, dtype=torch.uint8, pin_memory=target.accelerated)
-    native, leaves = extension(), _small_leaves()
+    native, leaves = extension(), make_source("leaves", LEAVES * CALL_BYTES, 0).tensors
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: on_device.copy_(pinned, non_blocking=True),
         "record": torch.cuda.Event().record,
@@ -95,11 +97,12 @@ def time_calls(target: Target, repeats: int) -> dict[str, list[float]]:
     return {name: [time_call(call, target) for _ in range(repeats)] for name, call in calls.items()}
 
 
-def time_stages(target: Target, repeats: int) -> dict[str, list[float]]:
-    """Seconds of the host in each repeat for each stage of a copy of many small tensors to a device that has nothing to
-    do, medians of STAGED_COPIES. Waiting for the device is no part of them."""
+def time_stages(source: Source, target: Target, repeats: int) -> dict[str, list[float]]:
+    """Seconds of the host in each repeat for each stage of a copy to a device that has nothing to do, medians of
+    STAGED_COPIES. The last one, `device`, is the wait until that is done."""
     seconds: dict[str, list[float]] = {}
-    with contextmanager(through_lane)(_small_leaves(), lambda batch: batch, target) as copy:
+    collate = default_collate if source.collates else _as_it_is
+    with contextmanager(through_lane)(source.tensors, collate, target) as copy:
         for _ in range(repeats):
             ended: list[tuple[str, float]] = []
             stages: dict[str, list[float]] = {}
@@ -107,6 +110,7 @@ def time_stages(target: Target, repeats: int) -> dict[str, list[float]]:
                 ended[:] = [("", time.perf_counter())]
                 copied = copy(lambda stage, ended=ended: ended.append((stage, time.perf_counter())))
                 target.synchronize()
+                ended.append(("device", time.perf_counter()))
                 del copied
                 target.synchronize()
                 for (_, begin), (stage, end) in itertools.pairwise(ended):
@@ -116,5 +120,5 @@ def time_stages(target: Target, repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _small_leaves() -> list[torch.Tensor]:
-    return [torch.zeros(CALL_BYTES, dtype=torch.uint8) for _ in range(LEAVES)]
+def _as_it_is(batch: Any) -> Any:
+    return batch

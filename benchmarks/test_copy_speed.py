@@ -28,7 +28,7 @@ MADE_BY = {
     "leaves": ["gpuprefetch", ".to", "pin_memory()", "kept pinned", "link"],
 }
 CALL_NAMES = ("copy", "record", "allocate")
-STAGES = ("collate", "prepare", "copy", "assemble", "hand over")
+STAGES = ("collate", "prepare", "copy", "assemble", "hand over", "device")
 LEAF_BATCHES = [200 << 10, 800 << 10, 3200 << 10, 12800 << 10, 25600 << 10]  # of 1, 4, 16, 64 and 128 KiB each
 RESULTS = Path(__file__).parent / "results"
 
@@ -276,7 +276,7 @@ def assert_complete(result, sizes, repeats):
                     assert ms * speed == pytest.approx(size * 1e-6)
     assert result["format"] == 3
     assert [200 * size for size in result["settings"]["leaf_sizes"]] == LEAF_BATCHES
-    for key, names in (("calls_us", CALL_NAMES), ("stages_us", STAGES)):
+    for key, names in (("calls_us", CALL_NAMES), ("stages_us", STAGES), ("gathered_stages_us", STAGES)):
         assert {name: len(us["raw"]) for name, us in result[key].items()} == dict.fromkeys(names, repeats)
     measured = [(peak["source"], peak["method"]) for peak in result["peaks"]]
     wanted = [
@@ -323,6 +323,7 @@ def made_up(environment):
         "rows": rows,
         "calls_us": {name: figure(us) for us, name in enumerate(CALL_NAMES, 1)},
         "stages_us": {name: figure(us) for us, name in enumerate(STAGES, 4)},
+        "gathered_stages_us": {name: figure(us) for us, name in enumerate(STAGES, 10)},
         "peak_bytes": 1 << 28,
         "peaks": [{**peak, "device_bytes_above_batch": 0, "host_bytes": 3 << 20}],
         "left_out": [],
@@ -344,8 +345,9 @@ def test_the_table(target):
     assert leaves[1][4:] == [*["0.033"] * 4, "0.016", "0.033", "50%", "20%"]
     assert leaves[2][4:] == [*["0.131"] * 4, "0.066", "-", "50%", "20%"]
     assert "host us a call, timed from Python, so C++ pays less: copy 1.0, record 2.0, allocate 3.0" in lines
-    stages = "collate 4.0, prepare 5.0, copy 6.0, assemble 7.0, hand over 8.0"
+    stages = "collate 4.0, prepare 5.0, copy 6.0, assemble 7.0, hand over 8.0, device 9.0"
     assert f"host us, the stages of 200 x 4 KiB: {stages}" in lines
+    assert any(line.startswith("host us, 64 samples of 600 KB: collate 10.0, ") for line in lines)
     (peak,) = (line for line in lines if line.startswith("pageable: .to"))
     assert peak.split()[2:] == ["-", "0", "3"]
     assert "note: a note" in lines
