@@ -189,7 +189,7 @@ def _explanation(runs: SeededRuns, drawn: list[str], batches: int, count: int, f
     if order != runs.order() or len(order) < batches:
         return f"order: {_ORDER}"
     if drawn:
-        advice = _DRAW_FROM if count == 0 else f"{_DRAW_FROM}, or use num_threads=0"
+        advice = _DRAW_FROM if count == 0 else f"{_DRAW_FROM}, or use num_threads=0 of a PrefetchIterator"
         return f"content: dataset or collate_fn draws from the global generators of {', '.join(drawn)}. {advice}"
     if count < 2:
         return f"content: {_STATE}. {_DRAW_FROM}"

@@ -370,7 +370,8 @@ def test_augmentation_from_a_global_generator(name, draw, count, capsys):
     assert "1]: 0." in second and ", but 0." in second
     assert why == (
         f"  content: dataset or collate_fn draws from the global generators of {name}. "
-        "Draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i], or use num_threads=0"
+        "Draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i], or use num_threads=0 of a "
+        "PrefetchIterator"
     )
     assert training == "training step on cpu: two runs are equal"
     assert last == "NOT reproducible"

@@ -951,7 +951,7 @@ def test_num_workers_of_something_else_is_no_concern(before):
 def test_workers_and_threads_exclude_each_other():
     loader = DataLoader(Ramp(4), num_workers=2)
     with pytest.raises(
-        ValueError, match="num_threads=2 and the loader's num_workers=2 exclude each other: set one to 0"
+        ValueError, match="num_threads=2 and the loader's num_workers=2 exclude each other: set num_workers to 0"
     ):
         PrefetchIterator(loader, device="cpu", num_threads=2)
 
