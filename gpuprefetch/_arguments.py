@@ -90,8 +90,8 @@ def checked_threads(num_threads: int, loader: Iterable[Any]) -> int:
     if reason is None:
         if num_workers := getattr(loader, "num_workers", 0):
             raise ValueError(
-                f"num_threads={num_threads} and the loader's num_workers={num_workers} exclude each other: set num_workers "
-                "to 0"
+                f"num_threads={num_threads} and the loader's num_workers={num_workers} exclude each other: "
+                "set num_workers to 0"
             )
         _warn_of_sharing()
         return num_threads

@@ -22,6 +22,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    """A test module that makes one at its import, as the value of a parameter, say, pins memory for all other tests."""
+    made = [each for each in gc.get_objects() if type(each) in (gpuprefetch.PrefetchIterator, gpuprefetch.DataLoaderX)]
+    if made:
+        raise pytest.UsageError(f"made while tests were collected: {made}")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
     """What torch and earlier tests have left is looked at here once: else each collection takes a tenth of a second."""
