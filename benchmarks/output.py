@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import io
 import json
 import os
 import sys
@@ -17,6 +18,8 @@ INTERRUPTED = 130  # exit status, as a shell gives it for SIGINT
 
 def start(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the status that `main` returns, or after one line for Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too: a run takes minutes
     try:
         status = main()
     except KeyboardInterrupt:

@@ -183,7 +183,7 @@ def faster_of_ours(result: dict[str, Any]) -> dict[str, Any] | None:
 def windows_fix() -> str:
     """docs/migrate.md: ms a step with FastReID's fix for Windows, with what FastReID has elsewhere, and with ours."""
     names = ["windows-fix", "fastreid", "gpuprefetch-x", "gpuprefetch", "gpuprefetch0"]
-    ratios = ["gpuprefetch-x over fastreid", "windows-fix over the faster of the last two"]
+    ratios = ["gpuprefetch-x over fastreid", "windows-fix over the faster of gpuprefetch and gpuprefetch0"]
     lines = [["ms a step", *names, *ratios]]
     results = cells()
     order = [name for name in dict.fromkeys([*COLUMNS, *results]) if name in results]  # "the same" is of the one before
