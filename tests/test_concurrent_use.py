@@ -1,5 +1,6 @@
 """One object used from several threads, or interrupted at an unlucky moment: refused or right, never a hang."""
 
+import functools
 import gc
 import os
 import sys
@@ -24,21 +25,28 @@ def before():
     return set(threading.enumerate())
 
 
+def drawn_by(n, batches):
+    """What each of n threads gets out of ``batches()``, which all of them call at once."""
+    got, together = [[] for _ in range(n)], threading.Barrier(n)
+
+    def consume(mine):
+        together.wait(20)
+        mine += vals(batches())
+
+    consumers = [threading.Thread(target=consume, args=(mine,), daemon=True) for mine in got]
+    for consumer in consumers:
+        consumer.start()
+    for consumer in consumers:
+        consumer.join(20)
+        assert not consumer.is_alive()
+    return got
+
+
 @pytest.mark.parametrize("num_threads", THREADS)
 def test_consumers_that_share_an_epoch_take_turns(num_threads):
     for _ in range(10):
         epoch = iter(PrefetchIterator(DataLoader(Ramp(60), batch_size=1), device="cpu", num_threads=num_threads))
-        got = [[] for _ in range(4)]
-
-        def consume(mine, epoch=epoch):
-            mine += vals(epoch)
-
-        consumers = [threading.Thread(target=consume, args=(mine,), daemon=True) for mine in got]
-        for consumer in consumers:
-            consumer.start()
-        for consumer in consumers:
-            consumer.join(20)
-            assert not consumer.is_alive()
+        got = drawn_by(4, functools.partial(iter, epoch))
         assert sorted(sum(got, [])) == list(range(60))
         assert all(mine == sorted(mine) for mine in got)
 
@@ -46,19 +54,8 @@ def test_consumers_that_share_an_epoch_take_turns(num_threads):
 @pytest.mark.parametrize("make", [PrefetchIterator, lambda loader, device: DataLoaderX(0, loader.dataset)])
 def test_threads_that_call_next_share_the_epoch_that_it_begins(make):
     for _ in range(20):
-        batches, together = make(DataLoader(Ramp(12), batch_size=1), "cpu"), threading.Barrier(3)
-        got = [[] for _ in range(3)]
-
-        def consume(mine, batches=batches, together=together):
-            together.wait(20)
-            mine += vals(iter(lambda: next(batches, None), None))
-
-        consumers = [threading.Thread(target=consume, args=(mine,), daemon=True) for mine in got]
-        for consumer in consumers:
-            consumer.start()
-        for consumer in consumers:
-            consumer.join(20)
-            assert not consumer.is_alive()
+        batches = make(DataLoader(Ramp(12), batch_size=1), "cpu")
+        got = drawn_by(3, functools.partial(iter, functools.partial(next, batches, None), None))
         assert sorted(sum(got, [])) == list(range(12))
 
 
