@@ -134,9 +134,12 @@ class DataLoaderX(DataLoader[Any]):
         return Batches(self, self._begin())
 
     def __next__(self) -> Any:
-        with self._prefetch._beginning.turn():
+        lock = self._prefetch._beginning.acquired()
+        try:
             epoch = self._latest()
             self._kept = epoch = self._begin() if epoch is None else epoch
+        finally:
+            lock.release()
         return next(epoch)
 
     def shutdown(self) -> None:

@@ -39,7 +39,7 @@ class Epoch(abc.ABC):
         self._asked = False  # the lane knows of the batch that is waited for
         self._timed_out = False
         self._workers: list[_threads.Worker] = []  # in the order in which they start; the first one fills `ready`
-        self._taking = threading.RLock()  # consumers in several threads take turns
+        self._taking = _threads.Turns()  # of consumers in several threads
 
     def end_with(self, consumer: object) -> None:
         """Ends the threads once ``consumer`` is gone, whatever becomes of its finalizer: Ctrl-C may arrive before the
@@ -61,13 +61,13 @@ class Epoch(abc.ABC):
         current = threading.current_thread()
         if any(worker.thread is current for worker in self._workers):
             raise RuntimeError("an epoch can't be drawn from by the dataset that it loads")
-        while not self._taking.acquire(timeout=_threads.SLICE_SECONDS):
-            if self._stopped:
-                raise StopIteration
+        lock = self._taking.acquired(lambda: self._stopped)
+        if lock is None:
+            raise StopIteration
         try:
             return self._take()
         finally:
-            self._taking.release()
+            lock.release()
 
     def _take(self) -> Any:
         if self._stopped:

@@ -160,10 +160,13 @@ class PrefetchIterator:
     def __next__(self) -> Any:
         implicit = self._implicit
         if implicit is None:
-            with self._beginning.turn():
+            lock = self._beginning.acquired()
+            try:
                 implicit = self._implicit
                 if implicit is None:
                     implicit = self._implicit = self._begin()
+            finally:
+                lock.release()
         return next(implicit)
 
     def __len__(self) -> int:

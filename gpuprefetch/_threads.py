@@ -18,7 +18,8 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from gpuprefetch import _copier, _extension
 
@@ -146,17 +147,18 @@ class Turns:
     def __init__(self) -> None:
         self._lock, self._process = threading.RLock(), os.getpid()
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def acquired(self, gives_up: Callable[[], bool] = lambda: False) -> Any:
+        """The lock, for the caller to release, or None where it gave up.
+
+        It is no context manager of contextlib's: those write to the errors that pass, and a user's may be frozen.
+        """
         if self._process != os.getpid():  # it may be held by a thread that the fork has left behind
             self._lock, self._process = threading.RLock(), os.getpid()
         lock = self._lock
         while not lock.acquire(timeout=SLICE_SECONDS):
-            pass
-        try:
-            yield
-        finally:
-            lock.release()
+            if gives_up():
+                return None
+        return lock
 
 
 def on_one() -> bool:

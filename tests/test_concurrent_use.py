@@ -220,6 +220,47 @@ def test_a_child_that_is_forked_while_another_thread_begins_an_epoch_begins_its_
     assert (code, out.split()) == (0, ["0", "0"]), err
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_that_is_forked_while_another_thread_waits_in_next_gets_an_error():
+    code, out, err = script(
+        """
+        import faulthandler
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        inside, opened = threading.Event(), threading.Event()
+
+        def hold(i):
+            inside.set()
+            assert opened.wait(60)
+
+        def waits():
+            frame = sys._current_frames()[thread.ident]
+            while frame is not None and frame.f_code.co_name != "_wait":
+                frame = frame.f_back
+            return frame is not None
+
+        epoch = iter(PrefetchIterator(DataLoader(Ramp(1, hook=hold)), device="cpu"))
+        thread = threading.Thread(target=lambda: print(int(next(epoch)[0, 0])))
+        thread.start()
+        assert inside.wait(20)
+        end = time.monotonic() + 20
+        while not waits() and time.monotonic() < end:
+            pass
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.dump_traceback_later(20, exit=True)
+            try:
+                next(epoch)
+            except RuntimeError as error:
+                print("was the process forked" in str(error), flush=True)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        opened.set()
+        thread.join(20)
+        """
+    )
+    assert (code, out.split()) == (0, ["True", "0"]), err
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_tensordicts_in_several_threads(device):
     tensordict = pytest.importorskip("tensordict").TensorDict

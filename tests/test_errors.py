@@ -365,6 +365,9 @@ def test_an_error_that_takes_no_note_arrives_as_well():
     got, raised = taken(PrefetchIterator(Failing(error).dataset(), device="cpu"))
     assert vals(got) == [0, 1, 2, 3, 4]
     assert raised is error
+    with pytest.raises(Frozen) as caught:
+        next(PrefetchIterator(Failing(error, at=0).sampler(), device="cpu"))
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
