@@ -142,7 +142,7 @@ def _interrupt() -> None:
 
 
 class Turns:
-    """A re-entrant lock. Ctrl-C ends a wait for it on Windows, too, and a forked child has a new one."""
+    """A re-entrant lock that is waited for in slices. A forked child has a new one."""
 
     def __init__(self) -> None:
         self._lock, self._process = threading.RLock(), os.getpid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from types import FrameType
 import pytest
 import torch
 from gpu_marker import pytest_runtest_setup as pytest_runtest_setup
-from loaders import bytes_of
+from loaders import bytes_of, eventually, threads
 
 import gpuprefetch
 
@@ -34,6 +35,16 @@ def quick_collections() -> None:
     """What torch and earlier tests have left is looked at here once: else each collection takes a tenth of a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """No thread of ours, before the test and after it, and no child process."""
+    gc.collect()
+    assert eventually(lambda: not threads())
+    yield
+    assert eventually(lambda: not threads())
+    assert multiprocessing.active_children() == []
 
 
 @pytest.fixture

@@ -236,28 +236,6 @@ def test_many_threads_and_little_room():
     assert len(dataset.asked) == 5 + 5 * 2 * (N - 5)
 
 
-def test_copies_that_are_longer_than_their_samples_count():
-    """[i] has room for one item, and what deepcopy() makes by append() for four."""
-    cache = CachedDataset([[[i], [i], [i], [i]] for i in range(200)], max_bytes=50_000)
-    with pytest.warns(RuntimeWarning, match="does not fit"):
-        assert [cache[i] for i in range(200)] == [[[i]] * 4 for i in range(200)]
-    assert 40_000 < sum(map(bytes_in, cache._kept.values())) <= cache._kept.bytes <= 50_000
-
-
-def test_what_will_not_fit_is_copied_once_at_most(monkeypatch):
-    made = []
-    monkeypatch.setattr(_cached_dataset, "copied", lambda sample, *device: made.append(sample) or copied(sample))
-    cache = CachedDataset([[[i], [i], [i], [i]] for i in range(200)], max_bytes=50_000)
-    with pytest.warns(RuntimeWarning, match="does not fit"):
-        for i in range(200):
-            cache[i]
-    kept = len(cache._kept)
-    assert len(made) == 2 * kept  # to keep, and to give
-    for i in range(200):
-        cache[i]
-    assert len(made) == 3 * kept
-
-
 def test_a_dataset_that_asks_the_cache_for_its_own_sample_does_not_hang():
     dataset = Counted(lambda i: cache[i])
     cache = CachedDataset(dataset, PLENTY)
@@ -323,6 +301,28 @@ def test_all_that_fits_is_no_warning(warned):
         warnings.simplefilter("always")
         vals(cache[i] for i in range(N))
     assert len(caught) == warned
+
+
+def test_copies_that_are_longer_than_their_samples_count():
+    """[i] has room for one item, and what deepcopy() makes by append() for four."""
+    cache = CachedDataset([[[i], [i], [i], [i]] for i in range(200)], max_bytes=50_000)
+    with pytest.warns(RuntimeWarning, match="does not fit"):
+        assert [cache[i] for i in range(200)] == [[[i]] * 4 for i in range(200)]
+    assert 40_000 < sum(map(bytes_in, cache._kept.values())) <= cache._kept.bytes <= 50_000
+
+
+def test_what_will_not_fit_is_copied_once_at_most(monkeypatch):
+    made = []
+    monkeypatch.setattr(_cached_dataset, "copied", lambda sample, *device: made.append(sample) or copied(sample))
+    cache = CachedDataset([[[i], [i], [i], [i]] for i in range(200)], max_bytes=50_000)
+    with pytest.warns(RuntimeWarning, match="does not fit"):
+        for i in range(200):
+            cache[i]
+    kept = len(cache._kept)
+    assert len(made) == 2 * kept  # to keep, and to give
+    for i in range(200):
+        cache[i]
+    assert len(made) == 3 * kept
 
 
 # --- emptied for a while

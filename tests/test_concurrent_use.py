@@ -1,6 +1,5 @@
 """One object used from several threads, or interrupted at an unlucky moment: refused or right, never a hang."""
 
-import functools
 import gc
 import os
 import sys
@@ -25,28 +24,27 @@ def before():
     return set(threading.enumerate())
 
 
-def drawn_by(n, batches):
-    """What each of n threads gets out of ``batches()``, which all of them call at once."""
-    got, together = [[] for _ in range(n)], threading.Barrier(n)
+def in_four_threads(run):
+    """What run(0) to run(3) gave, side by side."""
+    results = [None] * 4
 
-    def consume(mine):
-        together.wait(20)
-        mine += vals(batches())
+    def call(k):
+        results[k] = run(k)
 
-    consumers = [threading.Thread(target=consume, args=(mine,), daemon=True) for mine in got]
-    for consumer in consumers:
-        consumer.start()
-    for consumer in consumers:
-        consumer.join(20)
-        assert not consumer.is_alive()
-    return got
+    callers = [threading.Thread(target=call, args=(k,), daemon=True) for k in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+        assert not caller.is_alive()
+    return results
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
 def test_consumers_that_share_an_epoch_take_turns(num_threads):
     for _ in range(10):
         epoch = iter(PrefetchIterator(DataLoader(Ramp(60), batch_size=1), device="cpu", num_threads=num_threads))
-        got = drawn_by(4, functools.partial(iter, epoch))
+        got = in_four_threads(lambda _, epoch=epoch: vals(epoch))
         assert sorted(sum(got, [])) == list(range(60))
         assert all(mine == sorted(mine) for mine in got)
 
@@ -54,8 +52,13 @@ def test_consumers_that_share_an_epoch_take_turns(num_threads):
 @pytest.mark.parametrize("make", [PrefetchIterator, lambda loader, device: DataLoaderX(0, loader.dataset)])
 def test_threads_that_call_next_share_the_epoch_that_it_begins(make):
     for _ in range(20):
-        batches = make(DataLoader(Ramp(12), batch_size=1), "cpu")
-        got = drawn_by(3, functools.partial(iter, functools.partial(next, batches, None), None))
+        batches, together = make(DataLoader(Ramp(12), batch_size=1), "cpu"), threading.Barrier(4)
+
+        def draw(_, batches=batches, together=together):
+            together.wait(20)
+            return vals(iter(lambda: next(batches, None), None))
+
+        got = in_four_threads(draw)
         assert sorted(sum(got, [])) == list(range(12))
 
 
@@ -81,22 +84,6 @@ class Watched:
 
 
 ALL_MOVE = ["meta", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-def in_four_threads(run):
-    """What run(0) to run(3) gave, side by side."""
-    results = [None] * 4
-
-    def call(k):
-        results[k] = run(k)
-
-    callers = [threading.Thread(target=call, args=(k,), daemon=True) for k in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(60)
-        assert not caller.is_alive()
-    return results
 
 
 @pytest.mark.parametrize("device", ALL_MOVE)
