@@ -225,4 +225,5 @@ def threads(step: str) -> str:
             ]
             figures = ["" if row is None else f"{row[key]['median']:.{digits}f}" for row in rows]
             lines.append([label, way, *figures, ratios.get((f"{family}8", "workers8"), "")])
-    return markdown(lines)
+    notes = [paragraph(f"Note, {label}: {note}.") for label, result in results.items() for note in result["notes"]]
+    return "\n\n".join([markdown(lines), *notes])
