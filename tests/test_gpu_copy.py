@@ -50,8 +50,9 @@ class Ranges:
 
 
 def pinned_bytes():
-    """What torch's host allocator has pinned, handed out or cached."""
-    return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    """What torch's host allocator has pinned, handed out or cached, in whole MiB: without the single bytes that it pins
+    for the answers of equal() and item()."""
+    return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) & -MIB
 
 
 needs_host_stats = pytest.mark.skipif(
@@ -276,7 +277,7 @@ def test_the_ring_is_the_largest_of_the_open_objects_and_goes_with_the_last(nois
     before = pinned_bytes()
 
     def ring():
-        return (pinned_bytes() - before) & -MIB  # torch pins single bytes, for the answers of equal() and item()
+        return pinned_bytes() - before
 
     small = PrefetchIterator(passed_on(sources), device="cuda", pinned_bytes=5 * MIB)
     assert ring() == 4 * MIB
