@@ -124,6 +124,18 @@ def pausing(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
         yield EachEpoch(batches, holding)
 
 
+@trial("1-intra-op", "1 of torch's intra-op threads for each sample thread, as in a worker process")
+def one_intra_op_thread(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from gpuprefetch._environment import Environment
+
+    class Alone(Environment):
+        def entered(self, sharing: int = 1) -> contextlib.AbstractContextManager[None]:
+            return super().entered(1 if sharing == 1 else sys.maxsize)
+
+    with prefetched(THREADS, loader, target, prefetch_batches) as batches:
+        yield EachEpoch(batches, iter, mock.patch("gpuprefetch._iterator.Environment", Alone))
+
+
 def priority_is_the_process(target: Target) -> str | None:
     return None if sys.platform == "linux" else "only Linux has a niceness for each thread"
 

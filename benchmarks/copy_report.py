@@ -50,6 +50,7 @@ def peaks_of(result: dict[str, Any]) -> list[list[str]]:
 _HOST_US = {  # older results have no stages, the oldest none
     "calls_us": "host us a call, timed from Python, so C++ pays less",
     "stages_us": f"host us, the stages of {LEAVES} x 4 KiB",
+    "dense_stages_us": "host us, as many bytes in one tensor",
     "gathered_stages_us": f"host us, {SAMPLES} samples of 600 KB",
 }
 

@@ -35,8 +35,12 @@ from target import Target, Unusable, describe, find_target
 from tqdm import tqdm
 
 FORMAT = 3  # of --json
-# What the stages of a copy take for: many small tensors, and images of 3 x 224 x 224 float32.
-STAGED = {"stages_us": ("leaves", LEAVES * 4096), "gathered_stages_us": ("gathered", SAMPLES * 602_112)}
+# What the stages of a copy take for: many small tensors, their bytes in one, and images of 3 x 224 x 224 float32.
+STAGED = {
+    "stages_us": ("leaves", LEAVES * 4096),
+    "dense_stages_us": ("pageable", LEAVES * 4096),
+    "gathered_stages_us": ("gathered", SAMPLES * 602_112),
+}
 # Some two minutes on an H100, by an estimate from the speeds that are known: half of it for 1 GiB, a quarter of it for
 # data, checks and pinning.
 SIZES = "64K,256K,1M,4M,16M,38.5M,64M,256M,1G"

@@ -1,6 +1,6 @@
 """Which number of copying threads, size of the ring and of its pieces, and which build, copies fastest on this machine.
 
-    python benchmarks/copy_variants.py [--json FILE]
+    python benchmarks/copy_variants.py [--json FILE] [--plot FILE]
     python benchmarks/copy_variants.py --builds small16=FOLDER     # besides: a source folder that was changed and built
 
 Each variant is a process of its own, since a process has one pool. All of them are open at once and take turns, in an
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from copy_methods import METHODS
+from copy_plot import draw_variants
 from copy_sources import BLOCK_ROWS, LEAVES, PINNED_SAMPLES, ROW_BYTES, Source, WrongCopy, batch_label, make_source
 from copy_speed import open_checked, parse_size, release
 from copy_timing import bring_to_speed, copies_a_repeat, time_repeat
@@ -251,6 +252,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=4, help="turns of each variant, in each opening (4)")
     add("--seed", type=int, default=0, help="of the data, and of the order of turns (0)")
     add("--json", type=Path, metavar="FILE")
+    add("--plot", type=Path, metavar="FILE", help="write a picture (PNG): GB/s over size, a line for each variant")
     options = parser.parse_args(arguments)
     if min(options.openings, options.repeats) < 1:
         parser.error(f"--openings and --repeats must be at least 1; got {options.openings}, {options.repeats}")
@@ -302,7 +304,7 @@ def main(options: argparse.Namespace) -> int:
         },
         "rows": rows,
     }
-    return 0 if finish(table(result), result, options) else 1
+    return 0 if finish(table(result), result, options, draw_variants) else 1
 
 
 if __name__ == "__main__":

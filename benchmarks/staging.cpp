@@ -22,6 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kPiece = 2 << 20;
 constexpr std::size_t kSourceBytes = 512 << 20;  // more than a cache holds: each copy begins behind the one before
+constexpr std::size_t kLeastCopies = 2;          // in it, of the largest batch
 constexpr auto kPause = std::chrono::milliseconds(5);
 
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
@@ -64,7 +65,9 @@ class Bus final : public CopyEngine {
 // Bytes that hold no zero pages, some of them at a time.
 class Source {
  public:
-  Source() : bytes_(kSourceBytes) { std::memset(bytes_.data(), 1, bytes_.size()); }
+  explicit Source(std::size_t largest) : bytes_((std::max)(kSourceBytes, kLeastCopies * largest)) {
+    std::memset(bytes_.data(), 1, bytes_.size());
+  }
   const std::byte* next(std::size_t bytes) {
     if (position_ + bytes > bytes_.size()) position_ = 0;
     const std::byte* from = bytes_.data() + position_;
@@ -127,9 +130,12 @@ int main(int argc, char** argv) {
   std::vector<Clock::time_point> times(pieces);
   std::vector<Event> events;
   for (auto& time : times) events.push_back(&time);
-  Source source;
+  std::vector<std::size_t> sizes;
   for (int argument = 6; argument < argc; ++argument) {
-    const auto bytes = static_cast<std::size_t>(std::atoll(argv[argument]));
+    sizes.push_back(static_cast<std::size_t>(std::atoll(argv[argument])));
+  }
+  Source source(*std::max_element(sizes.begin(), sizes.end()));
+  for (const std::size_t bytes : sizes) {
     MemcpyPool pool(threads);
     PinnedRing ring(memory.data(), kPiece, events);
     Bus bus(rate, call);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -161,6 +162,8 @@ def describe(target: Target) -> dict[str, Any]:
         "gpuprefetch": _distribution_version("torch-gpuprefetch"),
         "packages": {name: _distribution_version(name) for name in PACKAGES},
         "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "boot": _boot(),
         "cpu_count": os.cpu_count(),
         "cpus_usable": len(affinity(0)) if affinity else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -169,6 +172,24 @@ def describe(target: Target) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
     }
+
+
+def _cpu_model() -> str:
+    """As the system names it; where that is Linux `platform` knows the architecture only."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _boot() -> str | None:
+    """Equal in two results if they come from one machine that was not started again in between. On Linux."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return None
+    return hashlib.sha256(boot_id).hexdigest()[:12]
 
 
 def _commit() -> str | None:

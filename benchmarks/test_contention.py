@@ -139,6 +139,22 @@ def test_no_sample_begins_during_a_step_with_a_batch_ready(opened, monkeypatch):
     assert len(list(epoch)) == STEPS - 2 and sorted(begun) == list(range(BATCH * STEPS))
 
 
+def test_intra_op_threads(opened):
+    before = torch.get_num_threads()
+    seen = {"gpuprefetch8-1-intra-op": set(), "gpuprefetch8-16-a-task": set()}
+    opened_rows = {
+        name: opened(name, lambda index, each=each: each.add(torch.get_num_threads()) or image(index))
+        for name, each in seen.items()
+    }
+    torch.set_num_threads(16)
+    try:
+        for batches in opened_rows.values():
+            list(batches)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"gpuprefetch8-1-intra-op": {1}, "gpuprefetch8-16-a-task": {16 // contention.THREADS}}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a niceness for each thread")
 def test_sample_threads_are_nice_and_the_loop_is_not(opened):
     niceness = {}

@@ -276,7 +276,8 @@ def assert_complete(result, sizes, repeats):
                     assert ms * speed == pytest.approx(size * 1e-6)
     assert result["format"] == 3
     assert [200 * size for size in result["settings"]["leaf_sizes"]] == LEAF_BATCHES
-    for key, names in (("calls_us", CALL_NAMES), ("stages_us", STAGES), ("gathered_stages_us", STAGES)):
+    staged = dict.fromkeys(copy_speed.STAGED, STAGES)
+    for key, names in {"calls_us": CALL_NAMES, **staged}.items():
         assert {name: len(us["raw"]) for name, us in result[key].items()} == dict.fromkeys(names, repeats)
     measured = [(peak["source"], peak["method"]) for peak in result["peaks"]]
     wanted = [

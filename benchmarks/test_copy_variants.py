@@ -159,8 +159,10 @@ def test_the_whole_run(copied, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(copy_variants, "find_target", lambda name: Target(torch.device("cpu")))
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=threading.Thread))
-    assert copy_variants.main(parse_arguments([*FEW, "--json", str(tmp_path / "x.json")])) == 0
-    result = json.loads((tmp_path / "x.json").read_text())
+    json_file, picture = tmp_path / "x.json", tmp_path / "x.png"
+    assert copy_variants.main(parse_arguments([*FEW, "--json", str(json_file), "--plot", str(picture)])) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(json_file.read_text())
     assert [variant["copy_threads"] for variant in result["settings"]["variants"]] == [None, 3, None, None]
     out = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 120 or line.strip() == result["environment"]["command"] for line in out)

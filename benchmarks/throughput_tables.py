@@ -174,26 +174,22 @@ def _in_turn(ones: list[str], others: list[str]) -> list[str]:
     return [each for pair in zip(ones, others, strict=True) for each in pair]
 
 
-def faster_of_ours(result: dict[str, Any]) -> dict[str, Any] | None:
-    """Of the rows that load on one thread, their own or the loop's."""
-    found = [row for name in ("gpuprefetch", "gpuprefetch0") if (row := find(result, name))]
-    return min(found, key=lambda row: float(row["ms_per_step"]["median"]), default=None)
-
-
 def windows_fix() -> str:
     """docs/migrate.md: ms a step with FastReID's fix for Windows, with what FastReID has elsewhere, and with ours."""
     names = ["windows-fix", "fastreid", "gpuprefetch-x", "gpuprefetch", "gpuprefetch0"]
-    ratios = ["gpuprefetch-x over fastreid", "windows-fix over the faster of gpuprefetch and gpuprefetch0"]
-    lines = [["ms a step", *names, *ratios]]
+    lines = [["ms a step", *names, "gpuprefetch-x over fastreid", "windows-fix over gpuprefetch-x"]]
+    notes = []
     results = cells()
     order = [name for name in dict.fromkeys([*COLUMNS, *results]) if name in results]  # "the same" is of the one before
     for name in order:
         found = [find(results[name], each) for each in names]
-        fix, best = found[0], faster_of_ours(results[name])
-        if fix is None or best is None:
+        fix, fastreid, gpuprefetch_x, *_ = found
+        if fix is None or not any(found[2:]):
             continue
-        lines.append([COLUMNS.get(name, name), *map(_ms_and_wrong, found), _over(found[2], found[1]), _over(fix, best)])
-    return markdown(lines)
+        label = COLUMNS.get(name, name)
+        lines.append([label, *map(_ms_and_wrong, found), _over(gpuprefetch_x, fastreid), _over(fix, gpuprefetch_x)])
+        notes += [paragraph(f"Note, {label}: {note}.") for note in results[name]["notes"]]
+    return "\n\n".join([markdown(lines), *notes])
 
 
 def _over(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:

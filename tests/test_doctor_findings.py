@@ -156,6 +156,7 @@ FOUND = [
         ["OMP_NUM_THREADS is 16, but"],
     ),
     ("spinning-threads", "slow", {"environment": {"OMP_WAIT_POLICY": "ACTIVE"}}, ["OMP_WAIT_POLICY=ACTIVE"]),
+    ("spinning-threads", "slow", {"environment": {"GOMP_SPINCOUNT": "infinity"}}, ["GOMP_SPINCOUNT=infinity"]),
     ("spinning-threads", "slow", {"environment": {"KMP_BLOCKTIME": "infinite"}}, ["KMP_BLOCKTIME=infinite"]),
     ("debug-build", "slow", {"python_debug": True}, ["Python"]),
     ("debug-build", "slow", {"torch_debug": True, "extension_optimized": False}, ["torch, gpuprefetch's compiled"]),
@@ -256,6 +257,10 @@ def test_each_row_says_what_is_known():
     text = " ".join(report(WELL, [], True, colour=False).split())
     for told in (
         "platform Windows-11-10.0.22631-SP0 (sys.platform: win32)",
+        "gpuprefetch 0.1.0",
+        "torch 2.11.0+cu130, built for CUDA 13.0",
+        "Python 3.12.3, 64 bits",
+        "device cuda:1 of 2, NVIDIA GeForce RTX 4070",
         "extension built for torch 2.11 by MSVC 194435207",
         "num_threads 8 recommended, to begin with",
         "pinned memory 4 KiB ok, 64 MiB ok",

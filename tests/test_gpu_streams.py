@@ -10,10 +10,10 @@ import warnings
 import pytest
 import torch
 from loaders import THREADS, Ramp, vals, within
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import gpuprefetch._copy_lane
-from gpuprefetch import PrefetchIterator
+from gpuprefetch import DataLoaderX, PrefetchIterator
 
 pytestmark = pytest.mark.gpu
 
@@ -166,14 +166,16 @@ def test_the_host_stays_a_few_steps_ahead_of_the_device(threads, spin):
             assert not ends[-1].query(), "the host waited for the device"
 
 
-def test_loading_copying_and_computing_overlap(spin):
+@pytest.mark.parametrize("kind", ["PrefetchIterator", "DataLoaderX"])
+def test_loading_copying_and_computing_overlap(kind, spin):
     load, n = 0.020, 40
     sources = [torch.zeros(6 * MIB) for _ in range(4)]
 
-    def batches():
-        for i in range(n):
-            time.sleep(load)  # load
-            yield sources[i % 4]
+    class Batches(IterableDataset):
+        def __iter__(self):
+            for i in range(n):
+                time.sleep(load)  # load
+                yield sources[i % 4]
 
     def seconds_per_step(loader):
         batches = iter(loader)
@@ -185,8 +187,11 @@ def test_loading_copying_and_computing_overlap(spin):
             torch.cuda.synchronize()  # as a loop does that looks at its loss
         return (time.perf_counter() - began) / (n - 1)
 
-    serial = seconds_per_step(x.cuda() for x in batches())
-    ours = seconds_per_step(PrefetchIterator(batches(), device="cuda"))
+    serial = seconds_per_step(x.cuda() for x in Batches())
+    if kind == "DataLoaderX":
+        ours = seconds_per_step(DataLoaderX(0, Batches(), batch_size=None))
+    else:
+        ours = seconds_per_step(PrefetchIterator(DataLoader(Batches(), batch_size=None), device="cuda"))
     assert serial > 0.035
     assert ours < 0.7 * serial
 

@@ -655,6 +655,12 @@ def test_on_the_device(capsys):
 
 
 @pytest.mark.gpu
+def test_the_built_in_dataset_is_reproducible_on_the_device(capsys):
+    assert verify_reproducibility() is True
+    assert f"training step on cuda:{torch.cuda.current_device()}: two runs are equal" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
 def test_draws_on_the_device_are_found(capsys):
     loader = DataLoader(DrawsGlobally(lambda: float(torch.rand((), device="cuda"))), 4)
     assert verify_reproducibility(loader, (0,), device="cuda") is False
