@@ -122,7 +122,8 @@ def checked_seed(seed: int | None, num_threads: int, loader: Iterable[Any]) -> i
 def _warn_of_sharing() -> None:
     warnings.warn(
         "with several num_threads the dataset is used by several threads at once, and so are files, databases and "
-        "models that it holds. What may not be needs a lock, or one for each thread: see docs/slow-datasets.md",
+        "models that it holds. What may not be needs a lock, or one for each thread, in a threading.local: see "
+        "docs/slow-datasets.md in gpuprefetch's repository",
         RuntimeWarning,
         stacklevel=callers_level(),
     )

@@ -31,7 +31,8 @@ _STATE = (
 )
 _SHARED = (
     "several threads use what the dataset or collate_fn holds, and disturb each other: a file, a database, a buffer. "
-    "Keep one for each thread, as docs/slow-datasets.md shows, or use num_threads of 0 or 1"
+    "Keep one for each thread, in a threading.local (docs/slow-datasets.md in gpuprefetch's repository), or use "
+    "num_threads of 0 or 1"
 )
 
 

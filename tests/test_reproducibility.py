@@ -389,7 +389,9 @@ def test_a_shared_file_handle(count, capsys):
     assert lines[1] == "num_threads=1: two runs, 6 batches each, are equal to run 1 with num_threads=0"
     assert lines[2].startswith(f"num_threads={count}: run 1 DIFFERS from run 1 with num_threads=0: batch ")
     assert lines[3].startswith("  content: several threads use what the dataset or collate_fn holds, and disturb each")
-    assert lines[3].endswith("docs/slow-datasets.md shows, or use num_threads of 0 or 1")
+    assert lines[3].endswith(
+        "in a threading.local (docs/slow-datasets.md in gpuprefetch's repository), or use num_threads of 0 or 1"
+    )
     assert lines[-1] == "NOT reproducible"
 
 
