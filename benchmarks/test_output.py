@@ -1,6 +1,7 @@
 """How every benchmark treats files that can't be written, what reads its output, and Ctrl-C."""
 
 import argparse
+import hashlib
 import io
 import json
 import os
@@ -15,6 +16,8 @@ import output
 import pytest
 import slow_datasets
 import throughput
+import torch
+from target import Target, describe
 
 
 @pytest.mark.parametrize(
@@ -141,3 +144,11 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         output.start(lambda: 3)
     assert ended.value.code == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell")
+def test_a_result_names_the_processor_and_the_start_of_the_machine():
+    described = describe(Target(torch.device("cpu")))
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    assert described["cpu"] in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    assert described["boot"] == hashlib.sha256(boot_id).hexdigest()[:12] and described["boot"] not in boot_id.decode()
