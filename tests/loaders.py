@@ -14,6 +14,15 @@ import traceback
 import torch
 from torch.utils.data import Dataset
 
+ABOUT_PROCESSES = {
+    "pin_memory": True,
+    "pin_memory_device": "cuda",
+    "prefetch_factor": 4,
+    "persistent_workers": True,
+    "multiprocessing_context": "spawn",
+}
+"""Arguments of a DataLoader that have no effect without worker processes."""
+
 THREADS = [0, 1] if sys.platform == "win32" else [0, 1, 3]
 """The values of ``num_threads``. Under wine each test takes its time; test_samples.py has several threads there too."""
 

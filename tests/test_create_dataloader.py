@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from loaders import THREADS, Ramp, lists, vals
+from loaders import ABOUT_PROCESSES, THREADS, Ramp, lists, vals
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 import gpuprefetch
@@ -114,17 +114,7 @@ def test_arguments_of_the_wrapper_are_passed_on():
 def test_what_is_about_processes_is_accepted():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        batches = on_cpu(
-            batch_size=5,
-            num_workers=1,
-            pin_memory=True,
-            pin_memory_device="cuda",
-            prefetch_factor=4,
-            persistent_workers=True,
-            multiprocessing_context="spawn",
-            worker_init_fn=None,
-            in_order=False,
-        )
+        batches = on_cpu(batch_size=5, num_workers=1, worker_init_fn=None, in_order=False, **ABOUT_PROCESSES)
     assert vals(batches) == [0, 5, 10, 15, 20]
     assert batches.pin_memory is False and batches.persistent_workers is False and batches.prefetch_factor is None
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from loaders import Gate, Ramp, eventually, vals, within
+from loaders import ABOUT_PROCESSES, Gate, Ramp, eventually, vals, within
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 
 from gpuprefetch import DataLoaderX, _arguments
@@ -47,16 +47,7 @@ def test_that_the_dataset_is_shared_is_said_once():
 def test_what_has_no_effect_is_accepted_in_silence():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loader = DataLoaderX(
-            0,
-            Ramp(4),
-            num_workers=1,
-            pin_memory=True,
-            pin_memory_device="cuda",
-            prefetch_factor=4,
-            persistent_workers=True,
-            multiprocessing_context="spawn",
-        )
+        loader = DataLoaderX(0, Ramp(4), num_workers=1, **ABOUT_PROCESSES)
         assert [vals(loader), vals(loader)] == [[0, 1, 2, 3]] * 2
 
 
