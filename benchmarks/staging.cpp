@@ -20,7 +20,7 @@ namespace {
 using namespace gpuprefetch;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kPiece = 2 << 20;
+constexpr std::size_t kPiece = 4 << 20;
 constexpr std::size_t kSourceBytes = 512 << 20;  // more than a cache holds: each copy begins behind the one before
 constexpr std::size_t kLeastCopies = 2;          // in it, of the largest batch
 constexpr auto kPause = std::chrono::milliseconds(5);

@@ -106,7 +106,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--threads", type=_numbers, default=[1, 2, 4, 8], metavar="N,N,..", help="of the pool (1,2,4,8)")
     add("--sizes", type=parse_sizes, default=parse_sizes(SIZES), metavar="SIZE,SIZE,..", help=f"of a batch ({SIZES})")
-    add("--ring-mib", type=int, default=64, help="pinned memory, in pieces of 2 MiB (64)")
+    add("--ring-mib", type=int, default=64, help="pinned memory, in pieces of 4 MiB (64)")
     add("--bus-gb", type=float, default=52.0, help="GB/s of the simulated bus (52: PCIe gen 5 x16)")
     add(
         "--link-gb",

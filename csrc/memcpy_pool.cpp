@@ -120,6 +120,7 @@ MemcpyPool::MemcpyPool(int threads) {
   } catch (const std::system_error&) {
     // A process at its thread limit copies with the threads it could get.
   }
+  size_ = threads_.size();
 }
 
 MemcpyPool::~MemcpyPool() { shutdown(); }

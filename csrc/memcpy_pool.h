@@ -41,6 +41,9 @@ class MemcpyPool {
   MemcpyPool& operator=(const MemcpyPool&) = delete;
   ~MemcpyPool();
 
+  // Threads that were started.
+  std::size_t size() const { return size_; }
+
   // Queues the job. Jobs begin in the order in which they were started.
   void start(Job& job);
 
@@ -67,6 +70,7 @@ class MemcpyPool {
   std::deque<Job*> queue_;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
+  std::size_t size_ = 0;
 };
 
 }  // namespace gpuprefetch

@@ -23,7 +23,7 @@ struct Fill {
   std::byte* from = nullptr;  // in the piece
   std::byte* to = nullptr;
   std::size_t bytes = 0;
-  MemcpyPool::Job job;
+  std::vector<MemcpyPool::Job> jobs;  // a part of it each, in order; the pool keeps their addresses
 };
 
 // Walks over one destination, and tells what its bytes are made of.
@@ -76,8 +76,8 @@ class Parts {
 // Cuts destinations into runs, in order.
 class Cutter {
  public:
-  Cutter(const std::vector<Destination>& destinations, std::size_t piece_bytes)
-      : next_(destinations.begin()), end_(destinations.end()), piece_bytes_(piece_bytes) {
+  Cutter(const std::vector<Destination>& destinations, std::size_t piece_bytes, std::size_t threads)
+      : next_(destinations.begin()), end_(destinations.end()), piece_bytes_(piece_bytes), threads_(threads) {
     for (const auto& destination : destinations) total_ += destination.bytes;
     open_next();
   }
@@ -85,7 +85,9 @@ class Cutter {
   bool empty() const { return next_ == end_; }
 
   // Length of the next run.
-  std::size_t bytes() const { return (std::min)(run_bytes(done_, total_, piece_bytes_), next_->bytes - begin_); }
+  std::size_t bytes() const {
+    return (std::min)(run_bytes(done_, total_, piece_bytes_, threads_), next_->bytes - begin_);
+  }
 
   // Describes the next run: where it goes, and which host bytes make it up once they lie at `fill.from`.
   void cut(Fill& fill) {
@@ -94,9 +96,15 @@ class Cutter {
     fill.bytes = bytes();
     begin_ += fill.bytes;
     done_ += fill.bytes;
-    parts_.take(begin_, [&](const Extent& part) {
-      fill.job.copies.push_back({fill.from + (part.offset - begin), part.from, part.row_bytes, part.rows, part.stride});
-    });
+    const std::size_t part = part_bytes(fill.bytes, threads_);
+    fill.jobs.resize((fill.bytes + part - 1) / part);
+    std::size_t end = begin;
+    for (auto& job : fill.jobs) {
+      end = (std::min)(end + part, begin_);
+      parts_.take(end, [&](const Extent& rows) {
+        job.copies.push_back({fill.from + (rows.offset - begin), rows.from, rows.row_bytes, rows.rows, rows.stride});
+      });
+    }
     if (begin_ == next_->bytes) {
       ++next_;
       open_next();
@@ -113,6 +121,7 @@ class Cutter {
   std::vector<Destination>::const_iterator next_;
   const std::vector<Destination>::const_iterator end_;
   const std::size_t piece_bytes_;
+  const std::size_t threads_;
   Parts parts_;            // of *next_
   std::size_t begin_ = 0;  // in *next_
   std::size_t done_ = 0;
@@ -127,7 +136,9 @@ class Filling {
   Filling(const Filling&) = delete;
   Filling& operator=(const Filling&) = delete;
   ~Filling() {
-    for (auto& fill : fills_) pool_.cancel(fill.job);
+    for (auto& fill : fills_) {
+      for (auto& job : fill.jobs) pool_.cancel(job);
+    }
     // Only after a failure. Those copies read a piece that is about to be given back.
     if (queued_) settle(engine_, fills_.front().piece->event);
     while (!fills_.empty()) {
@@ -158,19 +169,25 @@ class Filling {
     fill.from = fill.piece->data + begin;
     cutter.cut(fill);
     used_ = begin + (fill.bytes + kRunAlignment - 1) / kRunAlignment * kRunAlignment;
-    if (!is_short(fill)) pool_.start(fill.job);
+    if (!is_short(fill)) {
+      for (auto& job : fill.jobs) pool_.start(job);
+    }
     count_short();
     return true;
   }
 
   // Whether the pool is through with the oldest run that it was given: runs before it are short, and this thread fills
   // them when it submits them. Not if there is but one run, behind which the next one may belong.
-  bool may_submit() const { return fills_.size() > 1 && short_ < fills_.size() && pool_.is_done(fills_[short_].job); }
+  bool may_submit() const {
+    if (fills_.size() < 2 || short_ == fills_.size()) return false;
+    const auto& jobs = fills_[short_].jobs;
+    return std::all_of(jobs.begin(), jobs.end(), [this](const auto& job) { return pool_.is_done(job); });
+  }
 
   // Call it when may_submit(), or when the next run, if there is one, could not be started.
   void submit_oldest() {
     Fill& fill = fills_.front();
-    pool_.finish(fill.job);
+    for (auto& job : fill.jobs) pool_.finish(job);
     queued_ = true;  // perhaps even if it fails
     engine_.copy(fill.to, fill.from, fill.bytes);
     if (is_last_of_piece()) {
@@ -202,7 +219,8 @@ class Filling {
 }  // namespace
 
 void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring, MemcpyPool& pool, CopyEngine& engine) {
-  Cutter cutter(destinations, ring.piece_bytes());
+  // Without any, this one fills all.
+  Cutter cutter(destinations, ring.piece_bytes(), (std::max)(pool.size(), std::size_t{1}));
   Filling filling(ring, pool, engine);
   while (!cutter.empty() || !filling.empty()) {
     const bool started = !cutter.empty() && filling.start(cutter);

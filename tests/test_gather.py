@@ -320,7 +320,7 @@ def test_gathered_batches_on_the_device(name, num_threads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_threads", THREADS)
 def test_samples_of_half_a_piece_and_more_cross_pieces(num_threads):
-    data = torch.randn(70, 331_777)  # 1.3 MB each, pieces of 2 MiB
+    data = torch.randn(40, 663_553)  # 2.7 MB each, pieces of 4 MiB
     loader = DataLoader(data, batch_size=16)
     got = list(PrefetchIterator(loader, "cuda", num_threads=num_threads))
     assert torch.equal(torch.cat(got).cpu(), data)

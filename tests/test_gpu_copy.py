@@ -23,7 +23,7 @@ from gpuprefetch import PrefetchIterator
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
-PIECE = 2 * MIB  # of a ring of 16 MiB or more
+PIECE = 4 * MIB  # of a ring of 32 MiB or more
 DEFAULT_RING = 64 * MIB
 
 

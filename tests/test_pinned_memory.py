@@ -47,8 +47,8 @@ def make_ring(monkeypatch):
 @pytest.mark.parametrize(
     ("pinned_bytes", "limit", "requests", "piece"),
     [
-        (64 * MIB, 1 << 40, [64 * MIB], 2 * MIB),
-        (100 * MIB, 1 << 40, [64 * MIB], 2 * MIB),
+        (64 * MIB, 1 << 40, [64 * MIB], 4 * MIB),
+        (100 * MIB, 1 << 40, [64 * MIB], 4 * MIB),
         (3 * MIB, 1 << 40, [2 * MIB], MIB // 4),
         (64 * MIB, 20 * MIB, [64 * MIB, 32 * MIB, 16 * MIB], 2 * MIB),
         (4 * MIB, MIB, [4 * MIB, 2 * MIB, MIB], MIB // 8),

@@ -1,7 +1,8 @@
-// run_bytes: the runs of a batch add up to it, begin and end small, and never exceed a piece.
+// run_bytes and part_bytes: how long the runs of a batch are, and what each thread fills of them.
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <numeric>
 #include <vector>
 
 #include "check.h"
@@ -10,71 +11,101 @@
 namespace gpuprefetch {
 namespace {
 
-constexpr std::size_t kPiece = 2 << 20;
+constexpr std::size_t kPiece = 16 * kLeastRun;
+constexpr std::size_t kThreads[] = {1, 2, 3, 8};
 
-std::vector<std::size_t> runs_of(std::size_t total, std::size_t piece) {
+std::vector<std::size_t> runs_of(std::size_t total, std::size_t piece, std::size_t threads) {
   std::vector<std::size_t> runs;
   for (std::size_t done = 0; done < total; done += runs.back()) {
-    runs.push_back(run_bytes(done, total, piece));
+    runs.push_back((std::min)(run_bytes(done, total, piece, threads), total - done));
     CHECK_GE(runs.back(), 1);
     CHECK_LE(runs.back(), piece);
-    CHECK_LE(runs.back(), total - done);
   }
-  CHECK_EQ(run_bytes(total, total, piece), 0);
   return runs;
 }
 
+std::size_t parts_of(std::size_t run, std::size_t threads) {
+  const std::size_t part = part_bytes(run, threads);
+  return (run + part - 1) / part;
+}
+
 void runs_add_up_and_fit_a_piece() {
-  for (std::size_t piece : {std::size_t{1}, std::size_t{512}, kLeastRun - 1, kLeastRun, kLeastRun + 1, kPiece}) {
-    for (std::size_t total : {std::size_t{0}, std::size_t{1}, piece - 1, piece, piece + 1, 3 * piece, 37 * piece + 5}) {
-      current_case = static_cast<std::int64_t>(total);
-      std::size_t sum = 0;
-      for (std::size_t run : runs_of(total, piece)) sum += run;
-      CHECK_EQ(sum, total);
+  for (std::size_t threads : kThreads) {
+    for (std::size_t piece : {std::size_t{1}, std::size_t{512}, kLeastRun - 1, kLeastRun, kLeastRun + 1, kPiece}) {
+      for (std::size_t total : {std::size_t{0}, std::size_t{1}, piece - 1, piece, piece + 1, 37 * piece + 5}) {
+        current_case = static_cast<std::int64_t>(total);
+        const auto runs = runs_of(total, piece, threads);
+        CHECK_EQ(std::accumulate(runs.begin(), runs.end(), std::size_t{0}), total);
+      }
     }
   }
 }
 
 void small_batches_are_cut_into_least_runs() {
-  CHECK_EQ(runs_of(1, kPiece).size(), 1);
-  CHECK_EQ(runs_of(kLeastRun, kPiece).size(), 1);
-  CHECK_EQ(runs_of(kLeastRun + 1, kPiece).size(), 2);
-  CHECK_EQ(runs_of(4 * kLeastRun, kPiece).size(), 4);
-  CHECK_EQ(runs_of(8 * kLeastRun, kPiece).size(), 8);
+  CHECK_EQ(runs_of(1, kPiece, 2).size(), 1);
+  CHECK_EQ(runs_of(kLeastRun, kPiece, 2).size(), 1);
+  CHECK_EQ(runs_of(kLeastRun + 1, kPiece, 2).size(), 2);
+  CHECK_EQ(runs_of(8 * kLeastRun, kPiece, 1).size(), 8);
+  CHECK_EQ(runs_of(8 * kLeastRun, kPiece, 2).size(), 8);
+}
+
+// So that each has a part that is worth waking it for.
+void more_threads_have_longer_least_runs() {
+  CHECK_EQ(run_bytes(0, 500 * kPiece, kPiece, 8), 8 * kLeastPart);
+  CHECK_EQ(runs_of(64 * kLeastPart, kPiece, 8).size(), 8);
 }
 
 // A small ring has pieces shorter than a least run: then all runs are pieces.
 void small_pieces_are_filled() {
   const std::size_t piece = kLeastRun / 2;
-  const auto runs = runs_of(20 * piece, piece);
-  CHECK_EQ(runs.size(), 20);
-  CHECK(std::all_of(runs.begin(), runs.end(), [&](std::size_t run) { return run == piece; }));
+  CHECK(runs_of(20 * piece, piece, 8) == std::vector<std::size_t>(20, piece));
 }
 
-void runs_grow_to_a_piece_and_shrink_again() {
-  for (std::size_t total : {32 * kPiece, 32 * kPiece + 12345, 500 * kPiece}) {
-    const auto runs = runs_of(total, kPiece);
-    CHECK_EQ(runs.front(), kLeastRun);
-    CHECK_LE(runs.back(), kLeastRun);
-    const auto first = std::find(runs.begin(), runs.end(), kPiece);
-    const auto last = std::find(runs.rbegin(), runs.rend(), kPiece).base();
-    CHECK(first != runs.end());
-    CHECK(std::is_sorted(runs.begin(), first));
-    CHECK(std::all_of(first, last, [](std::size_t run) { return run == kPiece; }));
-    CHECK(std::is_sorted(runs.rbegin(), runs.rend() - (last - runs.begin())));
-    // The ends are a matter of a few pieces, however large the batch: a call has its price.
-    std::size_t before = 0, behind = 0;
-    for (auto run = runs.begin(); run != first; ++run) before += *run;
-    for (auto run = last; run != runs.end(); ++run) behind += *run;
-    CHECK_LE(before, (kRunShare + 1) * kPiece);
-    CHECK_LE(behind, (kRunShare + 1) * kPiece);
-    CHECK_LE(runs.size(), total / kPiece + 24);
+void runs_double_up_to_a_share_of_the_batch() {
+  for (std::size_t threads : kThreads) {
+    for (std::size_t longest : {kPiece / 4, kPiece / 2, kPiece}) {
+      const auto runs = runs_of(kRunsABatch * longest, kPiece, threads);
+      const auto first = std::find(runs.begin(), runs.end(), longest);
+      CHECK(first != runs.end());
+      std::size_t done = runs.front();
+      for (auto run = runs.begin() + 1; run < first; ++run) {
+        CHECK_EQ(*run, done);
+        done += *run;
+      }
+      CHECK(std::all_of(first, runs.end() - 1, [&](std::size_t run) { return run == longest; }));
+      // What growing costs, however large the batch.
+      CHECK_LE(runs.size(), kRunsABatch + 6);
+    }
+  }
+  CHECK_EQ(run_bytes(500 * kPiece, 1000 * kPiece, kPiece, 8), kPiece);
+}
+
+// What is left of a piece behind its runs is less than a step for each: nothing else could use it.
+void the_longest_runs_leave_no_rest_of_a_piece() {
+  for (std::size_t threads : kThreads) {
+    for (std::size_t total = 0; total < 20 * kPiece; total += 12345) {
+      current_case = static_cast<std::int64_t>(total);
+      const std::size_t run = run_bytes(total, total, kPiece, threads);
+      CHECK_EQ(run % kRunStep, 0);
+      CHECK_LE(kPiece % run, kPiece / run * kRunStep);
+    }
   }
 }
 
-void runs_but_the_last_are_whole_steps() {
-  const auto runs = runs_of(37 * kPiece + 5, kPiece);
-  CHECK(std::all_of(runs.begin(), runs.end() - 1, [](std::size_t run) { return run % kRunStep == 0; }));
+void threads_fill_equal_parts_of_a_run() {
+  CHECK_EQ(part_bytes(8 * kLeastPart, 8), kLeastPart);
+  CHECK_EQ(part_bytes(16 * kLeastPart, 8), 2 * kLeastPart);
+  CHECK_EQ(parts_of(16 * kLeastPart + 1, 8), 8);
+  CHECK_EQ(parts_of(kPiece - 1, 3), 3);
+  CHECK_EQ(parts_of(kPiece, 1), 1);
+  CHECK_EQ(part_bytes(kPiece + 1, 3) % kRunStep, 0);
+}
+
+void no_part_is_too_short_to_wake_a_thread_for() {
+  CHECK_EQ(part_bytes(kLeastPart, 8), kLeastPart);
+  CHECK_EQ(parts_of(kLeastPart, 8), 1);
+  CHECK_EQ(parts_of(3 * kLeastPart, 8), 3);
+  CHECK_EQ(parts_of(1, 8), 1);
 }
 
 }  // namespace
@@ -85,7 +116,10 @@ int main() {
   Watchdog watchdog(std::chrono::seconds(60));
   RUN(runs_add_up_and_fit_a_piece);
   RUN(small_batches_are_cut_into_least_runs);
+  RUN(more_threads_have_longer_least_runs);
   RUN(small_pieces_are_filled);
-  RUN(runs_grow_to_a_piece_and_shrink_again);
-  RUN(runs_but_the_last_are_whole_steps);
+  RUN(runs_double_up_to_a_share_of_the_batch);
+  RUN(the_longest_runs_leave_no_rest_of_a_piece);
+  RUN(threads_fill_equal_parts_of_a_run);
+  RUN(no_part_is_too_short_to_wake_a_thread_for);
 }

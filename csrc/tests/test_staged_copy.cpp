@@ -108,28 +108,36 @@ void a_pack_is_one_copy() {
   CHECK(engine.lengths == (Sizes{63 * 4096 + 4000, 2 * 512 + 8}));
 }
 
-// The share is one of the whole batch, not of a destination.
-void runs_grow_and_shrink_over_a_batch() {
+// Their length is a share of the whole batch, not of a destination, at whose end one ends early.
+void runs_grow_to_a_share_of_the_batch() {
   for (int threads : {0, 2}) {
-    Rig rig(3, 2 * kLeastRun, threads, Pace::kRandom);
+    const std::size_t piece = 4 * kLeastRun, large = 2 * kRunsABatch * kLeastRun, pack = 60 * 4096;
+    Rig rig(3, piece, threads, Pace::kRandom);
     Batch batch(1);
-    batch.add(6 * kLeastRun);
+    batch.add(large + kLeastRun);
     batch.add_pack(Sizes(60, 4096));
-    batch.add(12 * kLeastRun + 77);
+    batch.add(3 * kLeastRun + 77);
     Counting engine(rig.stream);
     batch.copy(rig.ring, rig.pool, engine);
     rig.check_whole();
     CHECK(batch.arrived());
-    CHECK_EQ(engine.lengths.front(), kLeastRun);
-    CHECK_LE(engine.lengths.back(), kLeastRun);
-    CHECK_EQ(*std::max_element(engine.lengths.begin(), engine.lengths.end()), 2 * kLeastRun);
-    std::size_t done = 0;
-    const std::size_t total = 18 * kLeastRun + 60 * 4096 + 77;
-    for (std::size_t length : engine.lengths) {
-      CHECK_LE(length, run_bytes(done, total, 2 * kLeastRun));
-      done += length;
-    }
-    CHECK_EQ(done, total);
+    Sizes expected{kLeastRun, kLeastRun};
+    expected.insert(expected.end(), kRunsABatch - 1, 2 * kLeastRun);
+    for (std::size_t length : {kLeastRun, pack, 2 * kLeastRun, kLeastRun + 77}) expected.push_back(length);
+    CHECK(engine.lengths == expected);
+  }
+}
+
+// What one thread fills of a run ends within a row and within a gap.
+void parts_of_a_run() {
+  for (int threads : {0, 3}) {
+    Rig rig(3, 3 * kLeastRun, threads, Pace::kRandom);
+    std::vector<Batch> batches;
+    batches.emplace_back(1);
+    batches.back().add_rows(5000, 800, 5003, kLeastRun + 9);
+    batches.back().add(Sizes(9, kLeastRun / 2 + 7), Sizes(9, kLeastRun / 3));
+    batches.back().add_gap(4 * kLeastRun);
+    copy_and_check(rig, batches, rig.stream);
   }
 }
 
@@ -390,7 +398,8 @@ int main() {
   RUN(rows);
   RUN(packs_of_one_and_many_leaves);
   RUN(a_pack_is_one_copy);
-  RUN(runs_grow_and_shrink_over_a_batch);
+  RUN(runs_grow_to_a_share_of_the_batch);
+  RUN(parts_of_a_run);
   RUN(without_a_ring_extents_and_gaps_are_copied_one_by_one);
   RUN(memory_that_is_pinned_in_part_goes_through_the_ring);
   RUN(random_extents_equal_a_plain_copy);
