@@ -21,6 +21,7 @@ using namespace gpuprefetch;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kPiece = 4 << 20;
+constexpr std::size_t kLeastPieces = 8;          // of a small ring
 constexpr std::size_t kSourceBytes = 512 << 20;  // more than a cache holds: each copy begins behind the one before
 constexpr std::size_t kLeastCopies = 2;          // in it, of the largest batch
 constexpr auto kPause = std::chrono::milliseconds(5);
@@ -121,12 +122,14 @@ double shares_seconds(By by, int threads, std::size_t bytes, Source& source, std
 int main(int argc, char** argv) {
   if (argc < 7) return 2;
   const int threads = std::atoi(argv[1]);
-  const auto pieces = static_cast<std::size_t>(std::atoll(argv[2])) / kPiece;
+  const auto ring_bytes = static_cast<std::size_t>(std::atoll(argv[2]));
+  const std::size_t piece = (std::min)(kPiece, ring_bytes / kLeastPieces);
+  const std::size_t pieces = ring_bytes / piece;
   const double rate = std::atof(argv[3]);
   const double call = std::atof(argv[4]);
   const int repeats = std::atoi(argv[5]);
 
-  std::vector<std::byte> memory(pieces * kPiece, std::byte{1});
+  std::vector<std::byte> memory(pieces * piece, std::byte{1});
   std::vector<Clock::time_point> times(pieces);
   std::vector<Event> events;
   for (auto& time : times) events.push_back(&time);
@@ -137,7 +140,7 @@ int main(int argc, char** argv) {
   Source source(*std::max_element(sizes.begin(), sizes.end()));
   for (const std::size_t bytes : sizes) {
     MemcpyPool pool(threads);
-    PinnedRing ring(memory.data(), kPiece, events);
+    PinnedRing ring(memory.data(), piece, events);
     Bus bus(rate, call);
     std::vector<std::byte> target(bytes, std::byte{1});
     std::string took, first, plain, alike;
