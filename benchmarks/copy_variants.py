@@ -37,7 +37,7 @@ from output import check_files, finish, start
 from report import columns
 from target import Target, Unusable, describe, find_target, headline
 
-THREADS, RINGS, PIECES = "1,2,4,6,8,12", "8M,16M,32M,128M,256M", "512K,1M,4M,8M"
+THREADS, RINGS, PIECES = "1,2,4,6,8,12", "8M,16M,32M,128M,256M", "512K,1M,2M,8M"
 CELLS = (
     "pageable:1M,pageable:4M,pageable:16M,pageable:38.5M,pageable:256M,gathered:38.5M,leaves:4K,leaves:32K,leaves:64K"
 )

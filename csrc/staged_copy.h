@@ -28,8 +28,8 @@ struct Destination {
 };
 
 // Queues the copies of all destinations. At return every source has been read; the copies may still be under way.
-// Destinations are cut into runs (see runs.h); a piece holds as many as fit. While one is on the bus the pool fills
-// others; they are filled independently and submitted in order.
+// Destinations are cut into runs (see runs.h); a piece holds as many as fit. While one is on the bus the pool fills the
+// next, all its threads the oldest first; they are submitted in order.
 // An exception of the engine leaves the ring whole: no piece is lost and no thread still reads a source.
 void staged_copy(const std::vector<Destination>& destinations, PinnedRing& ring, MemcpyPool& pool, CopyEngine& engine);
 
