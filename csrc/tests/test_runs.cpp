@@ -1,4 +1,4 @@
-// run_bytes and part_bytes: how long the runs of a batch are, and what each thread fills of them.
+// How long the runs of a batch are, and what each thread fills of them.
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
@@ -51,7 +51,8 @@ void small_batches_are_cut_into_least_runs() {
 
 // So that each has a part that is worth waking it for.
 void more_threads_have_longer_least_runs() {
-  CHECK_EQ(run_bytes(0, 500 * kPiece, kPiece, 8), 8 * kLeastPart);
+  CHECK_EQ(least_run(8), 8 * kLeastPart);
+  CHECK_EQ(run_bytes(0, 500 * kPiece, kPiece, 8), least_run(8));
   CHECK_EQ(runs_of(64 * kLeastPart, kPiece, 8).size(), 8);
 }
 
@@ -80,16 +81,10 @@ void runs_double_up_to_a_share_of_the_batch() {
   CHECK_EQ(run_bytes(500 * kPiece, 1000 * kPiece, kPiece, 8), kPiece);
 }
 
-// What is left of a piece behind its runs is less than a step for each: nothing else could use it.
-void the_longest_runs_leave_no_rest_of_a_piece() {
-  for (std::size_t threads : kThreads) {
-    for (std::size_t total = 0; total < 20 * kPiece; total += 12345) {
-      current_case = static_cast<std::int64_t>(total);
-      const std::size_t run = run_bytes(total, total, kPiece, threads);
-      CHECK_EQ(run % kRunStep, 0);
-      CHECK_LE(kPiece % run, kPiece / run * kRunStep);
-    }
-  }
+// Whatever lies before it: a leaf may have any length.
+void runs_begin_at_whole_steps_of_a_destination() {
+  CHECK_EQ(run_bytes(2 * kLeastRun + 77, 500 * kPiece, kPiece, 2), 2 * kLeastRun);
+  CHECK_EQ(run_bytes(500 * kPiece, 20 * kPiece + 77, kPiece, 2) % kRunStep, 0);
 }
 
 void threads_fill_equal_parts_of_a_run() {
@@ -101,11 +96,42 @@ void threads_fill_equal_parts_of_a_run() {
   CHECK_EQ(part_bytes(kPiece + 1, 3) % kRunStep, 0);
 }
 
+// But for what rounding takes from the last one.
 void no_part_is_too_short_to_wake_a_thread_for() {
-  CHECK_EQ(part_bytes(kLeastPart, 8), kLeastPart);
-  CHECK_EQ(parts_of(kLeastPart, 8), 1);
-  CHECK_EQ(parts_of(3 * kLeastPart, 8), 3);
   CHECK_EQ(parts_of(1, 8), 1);
+  CHECK_EQ(parts_of(2 * kLeastPart - 1, 8), 1);
+  for (std::size_t threads = 1; threads <= 12; ++threads) {
+    for (std::size_t run = kLeastPart; run < 3 * kPiece; run += 12345) {
+      current_case = static_cast<std::int64_t>(run);
+      const std::size_t parts = parts_of(run, threads);
+      CHECK_LE(parts, threads);
+      CHECK_GE(run - (parts - 1) * part_bytes(run, threads) + parts * kRunStep, kLeastPart);
+    }
+  }
+}
+
+// Each has a part of every run that is long enough.
+void a_run_has_a_job_for_each_thread() {
+  for (std::size_t threads : kThreads) {
+    std::vector<std::byte> from(20 * kPiece + 77), to(from.size());
+    const std::vector<Destination> destinations{{to.data(), to.size(), {Extent{from.data(), 0, from.size()}}}};
+    Cutter cutter(destinations, kPiece, threads);
+    std::size_t done = 0;
+    while (!cutter.empty()) {
+      const std::size_t bytes = cutter.bytes();
+      const Run run = cutter.cut(bytes, from.data());
+      CHECK(run.to == to.data() + done);
+      CHECK_EQ(run.bytes, bytes);
+      done += bytes;
+      if (!cutter.empty()) CHECK_EQ(run.jobs.size(), (std::min)(threads, bytes / kLeastPart));
+      std::size_t filled = 0;
+      for (const auto& job : run.jobs) {
+        for (const auto& copy : job.copies) filled += copy.row_bytes * copy.rows;
+      }
+      CHECK_EQ(filled, bytes);
+    }
+    CHECK_EQ(done, to.size());
+  }
 }
 
 }  // namespace
@@ -119,7 +145,8 @@ int main() {
   RUN(more_threads_have_longer_least_runs);
   RUN(small_pieces_are_filled);
   RUN(runs_double_up_to_a_share_of_the_batch);
-  RUN(the_longest_runs_leave_no_rest_of_a_piece);
+  RUN(runs_begin_at_whole_steps_of_a_destination);
   RUN(threads_fill_equal_parts_of_a_run);
   RUN(no_part_is_too_short_to_wake_a_thread_for);
+  RUN(a_run_has_a_job_for_each_thread);
 }

@@ -11,6 +11,7 @@
 #include "check.h"
 #include "counted_allocations.h"
 #include "packing.h"
+#include "runs.h"
 #include "simulated_device.h"
 #include "staged_copy.h"
 #include "staged_rig.h"
@@ -50,6 +51,27 @@ void no_piece_is_lost_where_memory_runs_out() {
     rig.check_whole();
     CHECK_EQ(batch.arrived(), !failed);
     if (!failed) break;
+    ++refused;
+  }
+  CHECK_GE(refused, 4);
+}
+
+// The pool's threads are at several parts of each run when the batch ends: none may read a source afterwards.
+void no_thread_goes_on_where_memory_runs_out() {
+  std::int64_t refused = 0;
+  for (std::int64_t k = 0;; ++k) {
+    current_case = k;
+    Rig rig(2, 4 * kLeastRun, 3, Pace::kRandom);
+    Batch batch(1);
+    batch.add(8 * kLeastRun + 5);
+    allocations_left = k;
+    const bool failed = throws<std::bad_alloc>([&] { batch.copy(rig.ring, rig.pool, rig.stream); });
+    allocations_left = -1;
+    rig.check_whole();
+    if (!failed) {
+      CHECK(batch.arrived());
+      break;
+    }
     ++refused;
   }
   CHECK_GE(refused, 4);
@@ -189,6 +211,7 @@ int main() {
   Watchdog watchdog(std::chrono::seconds(120));
   RUN(a_copy_that_fails_by_the_ring_too_is_an_error);
   RUN(no_piece_is_lost_where_memory_runs_out);
+  RUN(no_thread_goes_on_where_memory_runs_out);
   RUN(one_call_fails_in_the_middle_of_a_batch);
   RUN(one_copy_fails_in_the_middle_of_a_pack);
   RUN(a_failed_record_is_settled);
