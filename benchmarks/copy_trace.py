@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,18 @@ class MemoryLoad:
     def __enter__(self) -> None:
         self._stopping.clear()
         self._executor = ThreadPoolExecutor(1, "memory-load")
-        running = threading.Event()
-        self._done = self._executor.submit(self._run, running)
-        running.wait()
+        self._done = self._executor.submit(self._run)
 
     def __exit__(self, *exception: object) -> None:
         self._stopping.set()
         self._executor.shutdown()
         self.gb_per_s.append(self._done.result())
 
-    def _run(self, running: threading.Event) -> float:
+    def _run(self) -> float:
         begin, copied = time.perf_counter(), 0
         while not self._stopping.is_set() or copied == 0:
             self._destination.copy_(self._source)
             copied += LOAD_BYTES
-            running.set()
         return copied / (time.perf_counter() - begin) / 1e9
 
 
@@ -131,8 +128,7 @@ def measure(options: argparse.Namespace, target: Target) -> list[dict[str, Any]]
     for size in options.sizes:
         repeats: dict[str, list[dict[str, float]]] = {}
         load.gb_per_s.clear()
-        with ExitStack() as stack:
-            ways = stack.enter_context(opened(size, options.seed, load, target))
+        with opened(size, options.seed, load, target) as ways:
             for copy, _ in ways.values():
                 for _ in range(UNTIMED_COPIES):
                     copy()
@@ -146,11 +142,12 @@ def measure(options: argparse.Namespace, target: Target) -> list[dict[str, Any]]
                         traced = trace(copy, target)
                     middle = {key: statistics.median(each[key] for each in traced) for key in traced[0]}
                     repeats.setdefault(name, []).append(middle)
-            for name in ways:
+            for name, (_, beside) in ways.items():
                 row = {key: figure([each[key] for each in repeats[name]]) for key in repeats[name][0]}
                 row["gb_per_s"] = figure([size / each["busy_us"] / 1e3 for each in repeats[name]])
+                if beside is load:
+                    row["host_gb_per_s"] = figure(list(load.gb_per_s))
                 rows.append({"way": name, "bytes": size, **row})
-        rows[-1]["host_gb_per_s"] = figure(list(load.gb_per_s))
     return rows
 
 
@@ -180,9 +177,9 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         "us: from the call until the device, idle before, is done; first: until its first copy began; busy: in",
+        "which a copy ran, and GB/s in that time; gaps: between copies; tail: until the host knew of the end.",
+        "Under a profiler all takes longer than in copy_speed.py.",
     ]
-    lines += ["which a copy ran, and GB/s in that time; gaps: between copies; tail: until the host knew of the end."]
-    lines += ["Under a profiler all takes longer than in copy_speed.py."]
     return "\n".join(lines)
 
 

@@ -20,8 +20,6 @@ namespace {
 using namespace gpuprefetch;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kPiece = 4 << 20;
-constexpr std::size_t kLeastPieces = 8;          // of a small ring
 constexpr std::size_t kSourceBytes = 512 << 20;  // more than a cache holds: each copy begins behind the one before
 constexpr std::size_t kLeastCopies = 2;          // in it, of the largest batch
 constexpr auto kPause = std::chrono::milliseconds(5);
@@ -118,23 +116,22 @@ double shares_seconds(By by, int threads, std::size_t bytes, Source& source, std
 
 }  // namespace
 
-// staging THREADS RING_BYTES BUS_BYTES_PER_SECOND CALL_SECONDS REPEATS SIZE..
+// staging THREADS RING_BYTES PIECE_BYTES BUS_BYTES_PER_SECOND CALL_SECONDS REPEATS SIZE..
 int main(int argc, char** argv) {
-  if (argc < 7) return 2;
+  if (argc < 8) return 2;
   const int threads = std::atoi(argv[1]);
-  const auto ring_bytes = static_cast<std::size_t>(std::atoll(argv[2]));
-  const std::size_t piece = (std::min)(kPiece, ring_bytes / kLeastPieces);
-  const std::size_t pieces = ring_bytes / piece;
-  const double rate = std::atof(argv[3]);
-  const double call = std::atof(argv[4]);
-  const int repeats = std::atoi(argv[5]);
+  const auto piece = static_cast<std::size_t>(std::atoll(argv[3]));
+  const std::size_t pieces = static_cast<std::size_t>(std::atoll(argv[2])) / piece;
+  const double rate = std::atof(argv[4]);
+  const double call = std::atof(argv[5]);
+  const int repeats = std::atoi(argv[6]);
 
   std::vector<std::byte> memory(pieces * piece, std::byte{1});
   std::vector<Clock::time_point> times(pieces);
   std::vector<Event> events;
   for (auto& time : times) events.push_back(&time);
   std::vector<std::size_t> sizes;
-  for (int argument = 6; argument < argc; ++argument) {
+  for (int argument = 7; argument < argc; ++argument) {
     sizes.push_back(static_cast<std::size_t>(std::atoll(argv[argument])));
   }
   Source source(*std::max_element(sizes.begin(), sizes.end()));

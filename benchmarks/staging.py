@@ -45,9 +45,12 @@ def compile_to(program: Path) -> None:
 
 def measure(program: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of threads and size. us: until the bus is done with it; first_us: until its first copy."""
+    from gpuprefetch._copier import piece_bytes
+
     rows = []
     for link_gb, threads in itertools.product(options.link_gb, options.threads):
-        arguments = [threads, options.ring_mib << 20, options.bus_gb * 1e9, options.call_us * 1e-6, options.repeats]
+        ring = [options.ring_mib << 20, piece_bytes(options.ring_mib << 20)]
+        arguments = [threads, *ring, options.bus_gb * 1e9, options.call_us * 1e-6, options.repeats]
         command = [str(program), *map(str, arguments), *map(str, options.sizes)]
         printed, carried = run_beside(command, link_gb)
         for line in printed.splitlines():

@@ -30,6 +30,11 @@ _copiers: dict[torch.device, Copier] = {}
 _lock = threading.RLock()  # re-entrant: a collection may close a Share at any allocation
 
 
+def piece_bytes(ring_bytes: int) -> int:
+    """Of the pieces that a ring of so many bytes is cut into."""
+    return min(_PIECE_BYTES, ring_bytes // _LEAST_PIECES)
+
+
 class Copier:
     """What one device's copies share.
 
@@ -134,7 +139,7 @@ class Copier:
                 stacklevel=2,
             )
             return
-        piece = min(_PIECE_BYTES, size // _LEAST_PIECES)
+        piece = piece_bytes(size)
         self._ring_events = self.take_events(self._ring, size // piece)
         self.native.set_ring(self._ring.data_ptr(), piece, [event.cuda_event for event in self._ring_events])
         if size < wanted:

@@ -14,6 +14,7 @@ import torch
 from loaders import bytes_of
 from planted import host_stream, planted_device
 
+from gpuprefetch._copier import piece_bytes
 from gpuprefetch._extension import extension
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the planted device is built for Linux")
@@ -42,8 +43,7 @@ class Copier:
         self.numbers = itertools.count()
         self.copier = native.DeviceCopier(host_stream(), 2)
         self.ring = torch.full((ring_bytes,), 0xAB, dtype=torch.uint8)
-        piece = min(4 * MIB, ring_bytes // 8)
-        self.copier.set_ring(self.ring.data_ptr(), piece, list(range(1, 9)) if ring_bytes else [])
+        self.copier.set_ring(self.ring.data_ptr(), piece_bytes(ring_bytes), list(range(1, 9)) if ring_bytes else [])
         events = range(1, 1 + native.Lane.events_needed(PREFETCH))  # which the planted device does not look at
         self.lane = native.Lane(self.copier, PREFETCH, list(events), 30_000, lambda: 1 << 60)
 
