@@ -96,7 +96,7 @@ double shares_seconds(By by, int threads, std::size_t bytes, Source& source, std
       const std::size_t begin = static_cast<std::size_t>(i) * share;
       MemcpyPool pool(0);
       MemcpyPool::Job job;
-      job.copies.push_back({target.data() + begin, from + begin, share});
+      job.parts.push_back({{target.data() + begin, from + begin, share}});
       ++waiting;
       while (!go) std::this_thread::yield();
       if (by == By::kPool) {

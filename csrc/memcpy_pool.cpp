@@ -128,30 +128,28 @@ MemcpyPool::~MemcpyPool() { shutdown(); }
 void MemcpyPool::start(Job& job) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(&job);
-    job.state = Job::State::kQueued;
+    job.next = 0;
+    if (!job.parts.empty()) queue_.push_back(&job);
   }
-  work_.notify_one();
+  for (std::size_t i = 0; i < job.parts.size(); ++i) work_.notify_one();
 }
 
 void MemcpyPool::finish(Job& job) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (take_back(job)) {
-    lock.unlock();
-    copy_all(job.copies);
-    return;
-  }
-  done_.wait(lock, [&] { return job.state != Job::State::kRunning; });
+  while (job.next < job.parts.size()) do_next_part(job, lock);
+  done_.wait(lock, [&] { return job.is_done(); });
 }
 
 bool MemcpyPool::is_done(const Job& job) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return job.state == Job::State::kDone;
+  return job.is_done();
 }
 
 void MemcpyPool::cancel(Job& job) noexcept {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!take_back(job)) done_.wait(lock, [&] { return job.state != Job::State::kRunning; });
+  job.next = job.parts.size();
+  drop(job);
+  done_.wait(lock, [&] { return job.is_done(); });
 }
 
 void MemcpyPool::shutdown() noexcept {
@@ -165,12 +163,20 @@ void MemcpyPool::shutdown() noexcept {
   for (auto& thread : threads) thread.join();
 }
 
-// True if no thread has begun the job: it is the caller's from here on.
-bool MemcpyPool::take_back(Job& job) {
-  if (job.state == Job::State::kQueued) queue_.erase(std::find(queue_.begin(), queue_.end(), &job));
-  if (job.state != Job::State::kIdle && job.state != Job::State::kQueued) return false;
-  job.state = Job::State::kDone;
-  return true;
+void MemcpyPool::drop(const Job& job) {
+  const auto place = std::find(queue_.begin(), queue_.end(), &job);
+  if (place != queue_.end()) queue_.erase(place);
+}
+
+void MemcpyPool::do_next_part(Job& job, std::unique_lock<std::mutex>& lock) {
+  const std::vector<Copy>& part = job.parts[job.next++];
+  if (job.next == job.parts.size()) drop(job);
+  ++job.running;
+  lock.unlock();
+  copy_all(part);
+  lock.lock();
+  --job.running;
+  if (job.is_done()) done_.notify_all();  // under the lock, with which the job may go
 }
 
 void MemcpyPool::run() {
@@ -179,14 +185,7 @@ void MemcpyPool::run() {
   for (;;) {
     work_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
     if (stopping_) return;
-    Job& job = *queue_.front();
-    queue_.pop_front();
-    job.state = Job::State::kRunning;
-    lock.unlock();
-    copy_all(job.copies);
-    lock.lock();
-    job.state = Job::State::kDone;  // under the lock, with which the job may go
-    done_.notify_all();
+    do_next_part(*queue_.front(), lock);
   }
 }
 

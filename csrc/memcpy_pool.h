@@ -23,16 +23,18 @@ class MemcpyPool {
     std::size_t stride = 0;
   };
 
-  // Copies done one after another by one thread. The caller owns it and keeps it where it is between start() and the
-  // return of finish() or cancel().
+  // Parts that threads share out among themselves: each is done by one of them, one copy after another. The caller owns
+  // the job and keeps it as it is between start() and the return of finish() or cancel().
   class Job {
    public:
-    std::vector<Copy> copies;
+    std::vector<std::vector<Copy>> parts;
 
    private:
     friend class MemcpyPool;
-    enum class State { kIdle, kQueued, kRunning, kDone };
-    State state = State::kIdle;  // guarded by the pool's mutex
+    bool is_done() const { return next == parts.size() && running == 0; }
+    // Guarded by the pool's mutex.
+    std::size_t next = 0;  // the first part that nobody has begun
+    std::size_t running = 0;
   };
 
   // Starts up to `threads` threads; where the system refuses, fewer. With none, finish() does the copying.
@@ -44,30 +46,31 @@ class MemcpyPool {
   // Threads that were started.
   std::size_t size() const { return size_; }
 
-  // Queues the job. Jobs begin in the order in which they were started.
+  // Queues the job. Parts begin in their order, behind those of jobs that were started before.
   void start(Job& job);
 
-  // Returns when the job's bytes have been copied. A job that no thread has begun, or that was never started, is done
-  // by the caller, so a pool without threads, or one that has been shut down, still copies.
+  // Returns when the job's bytes have been copied. The caller does what no thread has begun, and all of a job that was
+  // never started: so a pool without threads, or one that has been shut down, still copies.
   void finish(Job& job);
 
   // Whether finish() would return at once, with nothing left to do.
   bool is_done(const Job& job);
 
-  // Returns when no thread touches the job any more. It may or may not have run.
+  // Returns when no thread touches the job any more. Some of its first parts, or all, have run.
   void cancel(Job& job) noexcept;
 
-  // Joins the threads after their current jobs. A second call has nothing to join and returns at once.
+  // Joins the threads after their current parts. A second call has nothing to join and returns at once.
   void shutdown() noexcept;
 
  private:
   void run();
-  bool take_back(Job& job);
+  void do_next_part(Job& job, std::unique_lock<std::mutex>& lock);
+  void drop(const Job& job);
 
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable done_;
-  std::deque<Job*> queue_;
+  std::deque<Job*> queue_;  // those with parts that nobody has begun
   bool stopping_ = false;
   std::vector<std::thread> threads_;
   std::size_t size_ = 0;

@@ -40,7 +40,7 @@ struct Run {
   std::byte* from = nullptr;  // in a piece of the ring
   std::byte* to = nullptr;
   std::size_t bytes = 0;
-  std::vector<MemcpyPool::Job> jobs;  // that fill a part of it each, in order; the pool keeps their addresses
+  MemcpyPool::Job job;  // that fills it
 };
 
 // Walks over one destination, and tells which host bytes it is made of.
@@ -111,15 +111,15 @@ class Cutter {
   Run cut(std::size_t bytes, std::byte* from) {
     Run run{from, next_->to + begin_, bytes, {}};
     const std::size_t part = part_bytes(bytes, threads_);
-    run.jobs.resize((bytes + part - 1) / part);
+    run.job.parts.resize((bytes + part - 1) / part);
     const std::size_t first = begin_;
     begin_ += bytes;
     done_ += bytes;
     std::size_t end = first;
-    for (auto& job : run.jobs) {
+    for (auto& copies : run.job.parts) {
       end = (std::min)(end + part, begin_);
       extents_.take(end, [&](const Extent& rows) {
-        job.copies.push_back({from + (rows.offset - first), rows.from, rows.row_bytes, rows.rows, rows.stride});
+        copies.push_back({from + (rows.offset - first), rows.from, rows.row_bytes, rows.rows, rows.stride});
       });
     }
     if (begin_ == next_->bytes) {

@@ -30,9 +30,7 @@ class Filling {
   Filling(const Filling&) = delete;
   Filling& operator=(const Filling&) = delete;
   ~Filling() {
-    for (auto& fill : fills_) {
-      for (auto& job : fill.run.jobs) pool_.cancel(job);
-    }
+    for (auto& fill : fills_) pool_.cancel(fill.run.job);
     // Only after a failure. Those copies read a piece that is about to be given back.
     if (queued_) settle(engine_, fills_.front().piece->event);
     while (!fills_.empty()) {
@@ -67,9 +65,7 @@ class Filling {
     fill.piece = piece != nullptr ? piece : fills_[fills_.size() - 2].piece;
     fill.run = cutter.cut(bytes, fill.piece->data + begin);
     used_ = begin + (bytes + kRunAlignment - 1) / kRunAlignment * kRunAlignment;
-    if (!is_short(fill)) {
-      for (auto& job : fill.run.jobs) pool_.start(job);
-    }
+    if (!is_short(fill)) pool_.start(fill.run.job);
     count_short();
     return true;
   }
@@ -77,15 +73,13 @@ class Filling {
   // Whether the pool is through with the oldest run that it was given: runs before it are short, and this thread fills
   // them when it submits them. Not if there is but one run, behind which the next one may belong.
   bool may_submit() const {
-    if (fills_.size() < 2 || short_ == fills_.size()) return false;
-    const auto& jobs = fills_[short_].run.jobs;
-    return std::all_of(jobs.begin(), jobs.end(), [this](const auto& job) { return pool_.is_done(job); });
+    return fills_.size() > 1 && short_ < fills_.size() && pool_.is_done(fills_[short_].run.job);
   }
 
   // Call it when may_submit(), or when the next run, if there is one, could not be started.
   void submit_oldest() {
     Fill& fill = fills_.front();
-    for (auto& job : fill.run.jobs) pool_.finish(job);
+    pool_.finish(fill.run.job);
     queued_ = true;  // perhaps even if it fails
     engine_.copy(fill.run.to, fill.run.from, fill.run.bytes);
     if (is_last_of_piece()) {

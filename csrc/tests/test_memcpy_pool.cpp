@@ -1,4 +1,4 @@
-// MemcpyPool: every byte arrives, jobs begin in order, and no job is touched after finish() or cancel().
+// MemcpyPool: every byte arrives, parts begin in order, and no job is touched after finish() or cancel().
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -17,19 +17,36 @@ namespace {
 
 // A job with memory of its own. Under AddressSanitizer its end shows whether a thread still uses it.
 struct Work {
-  Work(std::size_t bytes, std::size_t seed) : from(pattern(bytes, seed)), to(bytes) {
-    const std::size_t half = bytes / 2;
-    job.copies = {{to.data(), from.data(), half}, {to.data() + half, from.data() + half, bytes - half}};
+  Work(std::size_t bytes, std::size_t seed, std::size_t parts = 1) : from(pattern(bytes, seed)), to(bytes) {
+    for (std::size_t part = 0; part < parts; ++part) {
+      const std::size_t begin = bytes * part / parts;
+      const std::size_t end = bytes * (part + 1) / parts;
+      const std::size_t middle = (begin + end) / 2;
+      job.parts.push_back({{to.data() + begin, from.data() + begin, middle - begin},
+                           {to.data() + middle, from.data() + middle, end - middle}});
+    }
   }
 
   // Copies everything that many times, so that the job lasts.
   void repeat(std::size_t times) {
-    const auto once = job.copies;
-    while (--times > 0) job.copies.insert(job.copies.end(), once.begin(), once.end());
+    for (auto& part : job.parts) {
+      const auto once = part;
+      for (std::size_t i = 1; i < times; ++i) part.insert(part.end(), once.begin(), once.end());
+    }
   }
 
   bool done() const { return to == from; }
   bool untouched() const { return to == Bytes(to.size()); }
+  // Whether its first parts are done, whole ones, and no other.
+  bool begun_in_order() const {
+    for (std::size_t part = 0; part <= job.parts.size(); ++part) {
+      const auto begun = static_cast<std::ptrdiff_t>(from.size() * part / job.parts.size());
+      Bytes expected(to.size());
+      std::copy_n(from.begin(), begun, expected.begin());
+      if (to == expected) return true;
+    }
+    return false;
+  }
 
   Bytes from;
   Bytes to;
@@ -46,7 +63,7 @@ void rows_of_every_length_arrive() {
       const Bytes from = pattern((kRows - 1) * stride + row_bytes, row_bytes);
       Bytes to(kRows * row_bytes + 1);
       MemcpyPool::Job job;
-      job.copies.push_back({to.data() + 1, from.data(), row_bytes, kRows, stride});
+      job.parts.push_back({{to.data() + 1, from.data(), row_bytes, kRows, stride}});
       pool.finish(job);
       Bytes expected(1);
       for (std::size_t row = 0; row < kRows; ++row) {
@@ -85,9 +102,9 @@ void jobs_begin_in_the_order_of_their_start() {
     std::deque<MemcpyPool::Job> jobs(kJobs);
     for (std::size_t i = 0; i < kJobs; ++i) {
       numbers[i] = static_cast<std::byte>(i + 1);
-      jobs[i].copies = {{scratch.data(), history.data(), kJobs},
-                        {history.data() + 1, scratch.data(), kJobs},
-                        {history.data(), &numbers[i], 1}};
+      jobs[i].parts.push_back({{scratch.data(), history.data(), kJobs},
+                               {history.data() + 1, scratch.data(), kJobs},
+                               {history.data(), &numbers[i], 1}});
     }
     pool.start(first.job);
     load(below(random, 100));
@@ -103,19 +120,20 @@ void jobs_begin_in_the_order_of_their_start() {
 }
 
 // Cancelled from the last to the first, what threads have begun is a beginning of what was started.
-void several_threads_leave_out_no_job() {
+void several_threads_leave_out_no_part() {
   MemcpyPool pool(3);
   Random random(1);
   for (std::size_t round = 0; round < 300; ++round) {
     current_case = static_cast<std::int64_t>(round);
     std::deque<Work> works;
-    for (std::size_t i = 0; i < 8; ++i) works.emplace_back(4 << 10, 8 * round + i);
+    for (std::size_t i = 0; i < 8; ++i) works.emplace_back(4 << 10, 8 * round + i, 1 + i % 5);
     for (auto& work : works) work.repeat(1 + below(random, 20));
     for (auto& work : works) pool.start(work.job);
     load(below(random, std::size_t{1} << round % 13));
     for (auto work = works.rbegin(); work != works.rend(); ++work) pool.cancel(work->job);
     std::size_t begun = 0;
     while (begun < works.size() && works[begun].done()) ++begun;
+    if (begun < works.size()) CHECK(works[begun++].begun_in_order());
     for (std::size_t i = begun; i < works.size(); ++i) CHECK(works[i].untouched());
   }
 }
@@ -124,7 +142,7 @@ void without_threads_the_caller_copies() {
   for (int threads : {0, -1}) {
     MemcpyPool pool(threads);
     std::deque<Work> works;
-    for (std::size_t i = 0; i < 5; ++i) works.emplace_back(1000 + i, i);
+    for (std::size_t i = 0; i < 5; ++i) works.emplace_back(1000 + i, i, 1 + i);
     for (auto& work : works) pool.start(work.job);
     for (std::size_t i : {3, 0, 4, 1, 2}) {
       CHECK(works[i].untouched());
@@ -145,7 +163,7 @@ void an_empty_job_ends() {
 void a_job_can_be_started_again() {
   for (int threads : {0, 2}) {
     MemcpyPool pool(threads);
-    Work work(4096, 1);
+    Work work(4096, 1, 3);
     for (std::size_t round = 2; round < 200; ++round) {
       pool.start(work.job);
       pool.finish(work.job);
@@ -159,7 +177,7 @@ void a_job_can_be_started_again() {
 void finish_waits_for_a_thread_that_has_begun() {
   MemcpyPool pool(1);
   for (std::size_t round = 0; round < 200; ++round) {
-    auto work = std::make_unique<Work>(128 << 10, round);
+    auto work = std::make_unique<Work>(128 << 10, round, 1 + round % 4);
     pool.start(work->job);
     load(round % 200);
     pool.finish(work->job);
@@ -171,7 +189,7 @@ void finish_waits_for_a_thread_that_has_begun() {
 void a_job_is_done_when_a_thread_has_copied_it() {
   MemcpyPool pool(1);
   for (std::size_t round = 0; round < 200; ++round) {
-    Work work(8 << 10, round);
+    Work work(8 << 10, round, 1 + round % 4);
     CHECK(!pool.is_done(work.job));
     pool.start(work.job);
     while (!pool.is_done(work.job)) std::this_thread::yield();
@@ -229,12 +247,12 @@ void cancel_in_every_state() {
   }
   MemcpyPool pool(2);
   for (std::size_t round = 0; round < 200; ++round) {
-    auto running = std::make_unique<Work>(128 << 10, round);
+    auto running = std::make_unique<Work>(128 << 10, round, 1 + round % 4);
     pool.start(running->job);
     load(round);
     pool.cancel(running->job);
-    // Whole or not at all: a cancelled job that has begun runs to its end.
-    CHECK(running->done() || running->untouched());
+    // A part that has begun runs to its end.
+    CHECK(running->begun_in_order());
   }
 }
 
@@ -242,7 +260,7 @@ void after_shutdown_the_caller_copies() {
   for (int threads : {0, 1, 3}) {
     MemcpyPool pool(threads);
     std::deque<Work> works;
-    for (std::size_t i = 0; i < 40; ++i) works.emplace_back(16 << 10, i);
+    for (std::size_t i = 0; i < 40; ++i) works.emplace_back(16 << 10, i, 1 + i % 4);
     for (auto& work : works) pool.start(work.job);
     pool.shutdown();
     pool.shutdown();
@@ -266,7 +284,7 @@ void use(MemcpyPool& pool, std::size_t seed, std::size_t jobs, std::atomic<std::
   for (std::size_t i = 0; i < jobs || !works.empty();) {
     if (i < jobs && works.size() < 6) {
       const std::size_t bytes = 1 + below(random, below(random, 2) == 0 ? 200 : 60000);
-      works.push_back(std::make_unique<Work>(bytes, i));
+      works.push_back(std::make_unique<Work>(bytes, i, 1 + below(random, 4)));
       pool.start(works.back()->job);
       ++i;
       continue;
@@ -274,7 +292,7 @@ void use(MemcpyPool& pool, std::size_t seed, std::size_t jobs, std::atomic<std::
     const auto work = works.begin() + static_cast<std::ptrdiff_t>(below(random, works.size()));
     if (below(random, 4) == 0) {
       pool.cancel((*work)->job);
-      CHECK((*work)->done() || (*work)->untouched());
+      CHECK((*work)->begun_in_order());
     } else {
       pool.finish((*work)->job);
       CHECK((*work)->done());
@@ -339,7 +357,7 @@ void copies_of_any_length_and_place() {
         std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(gap), bytes,
                     expected.begin() + 64 + static_cast<std::ptrdiff_t>(shift));
         MemcpyPool::Job job;
-        job.copies = {{to.data() + 64 + shift, from.data() + gap, bytes}};
+        job.parts.push_back({{to.data() + 64 + shift, from.data() + gap, bytes}});
         if (shift % 2 == 0) pool.start(job);
         pool.finish(job);
         CHECK(to == expected);
@@ -357,7 +375,7 @@ void misuse(std::size_t lines) {
   const std::vector<Line> from(lines, Line{{std::byte{1}}});
   const auto job_to = [&](std::vector<Line>& to) {
     MemcpyPool::Job job;
-    job.copies = {{to.data()->bytes, from.data()->bytes, lines * sizeof(Line)}};
+    job.parts.push_back({{to.data()->bytes, from.data()->bytes, lines * sizeof(Line)}});
     return job;
   };
   {
@@ -400,7 +418,7 @@ int main(int count, char** arguments) {
   }
   Watchdog watchdog(std::chrono::seconds(120));
   RUN(jobs_begin_in_the_order_of_their_start);
-  RUN(several_threads_leave_out_no_job);
+  RUN(several_threads_leave_out_no_part);
   RUN(without_threads_the_caller_copies);
   RUN(copies_of_any_length_and_place);
   RUN(rows_of_every_length_arrive);

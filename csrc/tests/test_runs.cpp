@@ -111,7 +111,7 @@ void no_part_is_too_short_to_wake_a_thread_for() {
 }
 
 // Each has a part of every run that is long enough.
-void a_run_has_a_job_for_each_thread() {
+void a_run_has_a_part_for_each_thread() {
   for (std::size_t threads : kThreads) {
     std::vector<std::byte> from(20 * kPiece + 77), to(from.size());
     const std::vector<Destination> destinations{{to.data(), to.size(), {Extent{from.data(), 0, from.size()}}}};
@@ -123,10 +123,10 @@ void a_run_has_a_job_for_each_thread() {
       CHECK(run.to == to.data() + done);
       CHECK_EQ(run.bytes, bytes);
       done += bytes;
-      if (!cutter.empty()) CHECK_EQ(run.jobs.size(), (std::min)(threads, bytes / kLeastPart));
+      if (!cutter.empty()) CHECK_EQ(run.job.parts.size(), (std::min)(threads, bytes / kLeastPart));
       std::size_t filled = 0;
-      for (const auto& job : run.jobs) {
-        for (const auto& copy : job.copies) filled += copy.row_bytes * copy.rows;
+      for (const auto& part : run.job.parts) {
+        for (const auto& copy : part) filled += copy.row_bytes * copy.rows;
       }
       CHECK_EQ(filled, bytes);
     }
@@ -148,5 +148,5 @@ int main() {
   RUN(runs_begin_at_whole_steps_of_a_destination);
   RUN(threads_fill_equal_parts_of_a_run);
   RUN(no_part_is_too_short_to_wake_a_thread_for);
-  RUN(a_run_has_a_job_for_each_thread);
+  RUN(a_run_has_a_part_for_each_thread);
 }
