@@ -1,9 +1,11 @@
 #include "memcpy_pool.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <system_error>
+#include <thread>
 
 #include "platform.h"
 
@@ -15,11 +17,15 @@
 namespace gpuprefetch {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 // Shorter ones, of which a pack has many, are soon overtaken by what begins and ends a stream.
 constexpr std::size_t kLeastStreamed = 4 << 10;
 constexpr std::size_t kCacheLine = 64;
 // How far ahead lines of the source are asked for: processors don't do so beyond the end of a page.
 constexpr std::size_t kPrefetchedLines = (4 << 10) / kCacheLine;
+// As long as a part takes, or to fall asleep and be woken. Who waits for less stays awake.
+constexpr auto kAwake = std::chrono::microseconds(50);
 
 #ifdef GPUPREFETCH_STREAMS
 
@@ -137,6 +143,11 @@ void MemcpyPool::start(Job& job) {
 void MemcpyPool::finish(Job& job) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (job.next < job.parts.size()) do_next_part(job, lock);
+  for (const auto asleep = Clock::now() + kAwake; !job.is_done() && Clock::now() < asleep;) {
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+  }
   done_.wait(lock, [&] { return job.is_done(); });
 }
 
