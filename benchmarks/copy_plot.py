@@ -49,9 +49,10 @@ def _draw(result: dict[str, Any], key: str, colours: dict[str, str], repeats: st
 
     rows = result["rows"]
     sources = list(dict.fromkeys(row["source"] for row in rows))
-    height = math.ceil(len(sources) / 2)
-    size = (12, 4.75 * height)
-    figure, grid = pyplot.subplots(height, 2, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    width = min(len(sources), 2)
+    height = math.ceil(len(sources) / width)
+    size = (4 + 4 * width, 4.75 * height)  # one panel is as wide as the title
+    figure, grid = pyplot.subplots(height, width, figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axes in grid.flat[len(sources) :]:
         axes.set_axis_off()
     for source, axes in zip(sources, grid.flat, strict=False):
