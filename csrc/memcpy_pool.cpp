@@ -132,18 +132,20 @@ MemcpyPool::MemcpyPool(int threads) {
 MemcpyPool::~MemcpyPool() { shutdown(); }
 
 void MemcpyPool::start(Job& job) {
+  const std::size_t parts = job.parts.size();  // behind the lock the job may be through, and gone
   {
     std::lock_guard<std::mutex> lock(mutex_);
     job.next = 0;
-    if (!job.parts.empty()) queue_.push_back(&job);
+    if (parts > 0) queue_.push_back(&job);
   }
-  for (std::size_t i = 0; i < job.parts.size(); ++i) work_.notify_one();
+  for (std::size_t i = 0; i < parts; ++i) work_.notify_one();
 }
 
 void MemcpyPool::finish(Job& job) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (job.next < job.parts.size()) do_next_part(job, lock);
-  for (const auto asleep = Clock::now() + kAwake; !job.is_done() && Clock::now() < asleep;) {
+  const auto asleep = Clock::now() + kAwake;
+  while (!job.is_done() && Clock::now() < asleep) {
     lock.unlock();
     std::this_thread::yield();
     lock.lock();
@@ -174,10 +176,7 @@ void MemcpyPool::shutdown() noexcept {
   for (auto& thread : threads) thread.join();
 }
 
-void MemcpyPool::drop(const Job& job) {
-  const auto place = std::find(queue_.begin(), queue_.end(), &job);
-  if (place != queue_.end()) queue_.erase(place);
-}
+void MemcpyPool::drop(const Job& job) { queue_.erase(std::remove(queue_.begin(), queue_.end(), &job), queue_.end()); }
 
 void MemcpyPool::do_next_part(Job& job, std::unique_lock<std::mutex>& lock) {
   const std::vector<Copy>& part = job.parts[job.next++];

@@ -31,7 +31,7 @@ class MemcpyPool {
 
    private:
     friend class MemcpyPool;
-    bool is_done() const { return next == parts.size() && running == 0; }
+    bool is_done() const { return next >= parts.size() && running == 0; }
     // Guarded by the pool's mutex.
     std::size_t next = 0;  // the first part that nobody has begun
     std::size_t running = 0;
@@ -46,7 +46,7 @@ class MemcpyPool {
   // Threads that were started.
   std::size_t size() const { return size_; }
 
-  // Queues the job. Parts begin in their order, behind those of jobs that were started before.
+  // Queues the job. Threads begin parts in their order, behind those of jobs that were started before.
   void start(Job& job);
 
   // Returns when the job's bytes have been copied. The caller does what no thread has begun, and all of a job that was
@@ -56,7 +56,7 @@ class MemcpyPool {
   // Whether finish() would return at once, with nothing left to do.
   bool is_done(const Job& job);
 
-  // Returns when no thread touches the job any more. Some of its first parts, or all, have run.
+  // Returns when no thread touches the job any more. None, some of its first parts, or all have run.
   void cancel(Job& job) noexcept;
 
   // Joins the threads after their current parts. A second call has nothing to join and returns at once.
