@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_dataset.py [--json FILE]
 
-Sample i is a photo that is decoded and shrunk to [3, 32, 32], and that a net on the device makes [3, 128, 128]. It is
-loaded by the plain loader, by PrefetchIterator with no, one and several threads, and as tensors in host memory that
-were computed beforehand.
+Sample i is a photo that is decoded and shrunk to [3, 32, 32], and that a net on the device makes [3, 128, 128], one by
+one in `__getitem__` or a batch at once in `collate_fn`. They are loaded by the plain loader, by PrefetchIterator with
+no, one and several threads, and as tensors in host memory that were computed beforehand.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ def make_rows(loader: DataLoader[Batch], precomputed: DataLoader[Batch], target:
 def run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     notes = [] if target.accelerated else [ON_THE_CPU]
     count = options.batch_size * options.steps
-    dataset = Upscaled(count, options.photo_pixels, options.channels, options.layers, target)
-    loader: DataLoader[Batch] = DataLoader(dataset, batch_size=options.batch_size)
-    pictures = torch.stack([dataset[i][0].cpu() for i in range(len(dataset))])
+    in_collate = options.net_in == "collate_fn"
+    dataset = Upscaled(count, options.photo_pixels, options.channels, options.layers, target, in_collate)
+    collate_fn = dataset.collate if in_collate else None
+    loader: DataLoader[Batch] = DataLoader(dataset, batch_size=options.batch_size, collate_fn=collate_fn)
+    pictures = torch.cat([batch.cpu() for batch, _ in loader])
     ready = TensorDataset(pictures, torch.arange(len(dataset)))
     precomputed: DataLoader[Batch] = DataLoader(ready, batch_size=options.batch_size)
     step = make_step(options.step, target) if target.accelerated else Wait(CPU_STEP_SECONDS)
@@ -186,6 +188,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=int,
         default=112,
         help="of a photo's side; 0: shrunk ones are in memory, no decoding (112)",
+    )
+    parser.add_argument(
+        "--net-in",
+        choices=["__getitem__", "collate_fn"],
+        default="__getitem__",
+        help="where the dataset's net is called: for each sample, or once a batch (__getitem__)",
     )
     parser.add_argument("--channels", type=int, default=128, help="of the dataset's net (128)")
     parser.add_argument("--layers", type=int, default=8, help="of the dataset's net, beside the first and last (8)")

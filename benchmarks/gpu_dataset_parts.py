@@ -15,7 +15,7 @@ from in_process import on_device
 from steps import Step
 from target import Target
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from workloads import vary_photo
 
 SMALL, FACTOR = 32, 4
@@ -46,11 +46,15 @@ class Upscaled(Dataset[tuple[torch.Tensor, int]]):
     """Sample i is (the picture that the net makes of a small one, i).
 
     The small one is decoded from a JPEG file of `photo_pixels` a side, and shrunk; with 0 it is in memory already.
-    Raises Unusable if there is nothing to make the files from.
+    With `in_collate` it is (the small one, i), and collate() makes the pictures of a batch at once. Raises Unusable if
+    there is nothing to make the files from.
     """
 
-    def __init__(self, count: int, photo_pixels: int, channels: int, layers: int, target: Target) -> None:
+    def __init__(
+        self, count: int, photo_pixels: int, channels: int, layers: int, target: Target, in_collate: bool = False
+    ) -> None:
         self.count = count
+        self.in_collate = in_collate
         self.small = shrunk_photos(photo_pixels) if photo_pixels else ready_crops(count)
         self.device = target.device
         torch.manual_seed(0)
@@ -64,14 +68,18 @@ class Upscaled(Dataset[tuple[torch.Tensor, int]]):
     def __len__(self) -> int:
         return self.count
 
-    @torch.no_grad()
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return self.upscale(self.small(i).to(self.device)), i
+        small = self.small(i)
+        return (small if self.in_collate else self.upscale(small[None])[0]), i
+
+    def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
+        small, numbers = default_collate(samples)
+        return self.upscale(small), numbers
 
     @torch.no_grad()
-    def upscale(self, crop: torch.Tensor) -> torch.Tensor:
-        picture: torch.Tensor = self.net(crop[None].float() / 255)[0]
-        return picture
+    def upscale(self, small: torch.Tensor) -> torch.Tensor:
+        pictures: torch.Tensor = self.net(small.to(self.device).float() / 255)
+        return pictures
 
 
 @dataclass(frozen=True)
@@ -146,10 +154,11 @@ def measure_parts(
         del batch
     target.synchronize()
     loading = (time.perf_counter() - start) / len(loader)
-    launches = 4 * sum(1 for _ in dataset.net.modules())  # a sample, at most
-    count = min(len(dataset), max(1, LAUNCHES_AT_ONCE // launches))
-    crops = torch.stack([dataset.small(i) for i in range(count)]).to(target.device)
-    made = busy_seconds(target, lambda: [dataset.upscale(crop) for crop in crops]) / len(crops) * resident.batch_size
+    launches = 4 * sum(1 for _ in dataset.net.modules())  # a call of the net, at most
+    at_once = resident.batch_size if dataset.in_collate else 1
+    count = min(len(dataset), max(1, LAUNCHES_AT_ONCE // launches) * at_once)
+    calls = torch.stack([dataset.small(i) for i in range(count)]).to(target.device).split(at_once)
+    made = busy_seconds(target, lambda: [dataset.upscale(small) for small in calls]) / count * resident.batch_size
     stepped = busy_seconds(target, lambda: step(*resident.pool[0]))
     alone = time_epoch(resident, resident.steps, step, target, sync_every_step=False)
     return Parts(loading, host_seconds(loader, target), made, alone.step_seconds, stepped)

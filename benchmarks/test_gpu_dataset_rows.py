@@ -26,9 +26,22 @@ def test_a_sample_is_the_nets_picture_of_its_crop(dataset):
     assert number == 4 and torch.equal(picture, dataset[4][0]) and not torch.equal(picture, dataset[3][0])
 
 
-def test_a_run(tmp_path, capsys):
+def test_a_batch_made_at_once_is_that_of_its_samples(target):
+    in_collate = Upscaled(6, 40, 2, 1, target, in_collate=True)
+    small, number = in_collate[4]
+    assert torch.equal(small, in_collate.small(4)) and number == 4
+    one_by_one = DataLoader(Upscaled(6, 40, 2, 1, target), 3)
+    for (pictures, numbers), (others, same) in zip(
+        one_by_one, DataLoader(in_collate, 3, collate_fn=in_collate.collate), strict=True
+    ):
+        torch.testing.assert_close(pictures, others)
+        assert torch.equal(numbers, same) and not others.requires_grad
+
+
+@pytest.mark.parametrize("net_in", ["__getitem__", "collate_fn"])
+def test_a_run(tmp_path, capsys, net_in):
     written = tmp_path / "out.json"
-    assert gpu_dataset.main([*QUICK, "--threads", "3", "--json", str(written)]) == 0
+    assert gpu_dataset.main([*QUICK, "--threads", "3", "--net-in", net_in, "--json", str(written)]) == 0
     result = json.loads(written.read_text(encoding="utf-8"))
     assert result["notes"] == [gpu_dataset.ON_THE_CPU]
     assert [row["name"] for row in result["rows"]] == ROWS
