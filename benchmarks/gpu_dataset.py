@@ -121,7 +121,9 @@ def run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
         "step": step.description,
         "notes": notes,
         "parts_ms": {
-            name: figure([getattr(part, name) * 1e3 for part in parts]) for name in Parts.__dataclass_fields__
+            name: figure([getattr(part, name) * 1e3 for part in parts])
+            for name in Parts.__dataclass_fields__
+            if getattr(parts[0], name) is not None
         },
         "rows": [row_result(row, epochs[row.name], epochs["plain"], parts, expected) for row in rows.values()],
     }
@@ -173,7 +175,7 @@ def report(result: dict[str, Any]) -> list[str]:
         *headline(result["environment"]),
         *result["notes"],
         f"step: {result['step']}",
-        "alone, ms a batch: " + ", ".join(f"{name} {value:.2f}" for name, value in parts.items()),
+        "alone, ms a batch: " + ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in parts.items()),
         "",
         *(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines),
     ]

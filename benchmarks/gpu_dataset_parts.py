@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +90,8 @@ class Parts:
 
     loading: an epoch of the plain loader with no step. host: what the host takes to make a batch that the device need
     not be done with. made: the device, busy with the dataset's net. step: an epoch of the step on batches that are on
-    the device. stepped: the device, busy with the step.
+    the device. stepped: the device, busy with the step. made_beside_steps: as made, on a stream of its own while the
+    device is kept busy with steps; None without streams. All others are alone.
     """
 
     loading: float
@@ -96,6 +99,7 @@ class Parts:
     made: float
     step: float
     stepped: float
+    made_beside_steps: float | None = None
 
 
 class Resident:
@@ -110,9 +114,10 @@ class Resident:
         return (self.pool[number % len(self.pool)] for number in range(self.steps))
 
 
-def busy_seconds(target: Target, work: Callable[[], object]) -> float:
+def busy_seconds(target: Target, work: Callable[[], object], beside: Callable[[], object] | None = None) -> float:
     """How long the device is busy with `work`, without the gaps in which it waits for the host: all is launched while
-    the device is held up by something else. Without streams it is the host's time."""
+    the device is held up by something else. Without streams it is the host's time. With `beside`, which needs streams,
+    the work has one of its own, and the device does that again and again besides."""
     target.synchronize()
     if target.device.type != "cuda":
         start = time.perf_counter()
@@ -120,11 +125,18 @@ def busy_seconds(target: Target, work: Callable[[], object]) -> float:
         target.synchronize()
         return time.perf_counter() - start
     for cycles in (20_000_000 << shift for shift in range(6)):
-        torch.cuda._sleep(cycles)
-        begin = target.mark()
-        work()
-        end = target.mark()
+        with torch.cuda.stream(torch.cuda.Stream(target.device) if beside else None):
+            torch.cuda._sleep(cycles)
+            begin = target.mark()
+            work()
+            end = target.mark()
         was_held_up = not begin.query()
+        ahead: deque[Any] = deque()
+        while beside and not end.query():
+            beside()
+            ahead.append(target.mark())
+            if len(ahead) > 2:
+                ahead.popleft().synchronize()
         target.synchronize()
         if was_held_up:
             return target.seconds_between(begin, end)
@@ -158,7 +170,16 @@ def measure_parts(
     at_once = resident.batch_size if dataset.in_collate else 1
     count = min(len(dataset), max(1, LAUNCHES_AT_ONCE // launches) * at_once)
     calls = torch.stack([dataset.small(i) for i in range(count)]).to(target.device).split(at_once)
-    made = busy_seconds(target, lambda: [dataset.upscale(small) for small in calls]) / count * resident.batch_size
-    stepped = busy_seconds(target, lambda: step(*resident.pool[0]))
+
+    def make() -> None:
+        for small in calls:
+            dataset.upscale(small)
+
+    def take_step() -> None:
+        step(*resident.pool[0])
+
+    batches = count / resident.batch_size
+    made, stepped = busy_seconds(target, make) / batches, busy_seconds(target, take_step)
+    beside = busy_seconds(target, make, take_step) / batches if target.device.type == "cuda" else None
     alone = time_epoch(resident, resident.steps, step, target, sync_every_step=False)
-    return Parts(loading, host_seconds(loader, target), made, alone.step_seconds, stepped)
+    return Parts(loading, host_seconds(loader, target), made, alone.step_seconds, stepped, beside)

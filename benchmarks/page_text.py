@@ -61,7 +61,7 @@ def told(result: dict[str, Any], *more: str, packages: str = "") -> str:
 
 
 def parts_alone(result: dict[str, Any]) -> str:
-    parts = ", ".join(f"{part} {one_digit(ms)}" for part, ms in result["parts_ms"].items())
+    parts = ", ".join(f"{part.replace('_', ' ')} {one_digit(ms)}" for part, ms in result["parts_ms"].items())
     return f"ms a batch, each part alone: {parts}."
 
 

@@ -13,7 +13,7 @@ from gpuprefetch import _dataloader_x
 
 DEVICES = [
     "meta",  # on which it shows what was moved, without a GPU
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

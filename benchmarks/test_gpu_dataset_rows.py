@@ -120,7 +120,7 @@ def test_resident_batches_repeat(target, dataset):
     assert [int(numbers) for _, numbers in resident] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_the_devices_time_has_no_gaps():
     """Launching costs time in which the device is done with what it has: that must not count."""
     target = Target(torch.device("cuda", 0))
@@ -133,6 +133,26 @@ def test_the_devices_time_has_no_gaps():
 
     slowly_launched()
     assert busy_seconds(target, slowly_launched) < 0.001
+
+
+@pytest.mark.gpu
+def test_work_is_timed_beside_other_work():
+    """Neither waits for the other: a sleep takes as long beside sleeps as alone, and those have begun."""
+    target = Target(torch.device("cuda", 0))
+    begun = torch.zeros(1, device="cuda")
+    stream = torch.cuda.current_stream()
+
+    def sleep():
+        torch.cuda._sleep(10_000_000)
+
+    def sleep_on_the_callers_stream():
+        assert torch.cuda.current_stream() == stream
+        begun.add_(1)
+        sleep()
+
+    alone = busy_seconds(target, sleep)
+    assert alone / 2 < busy_seconds(target, sleep, sleep_on_the_callers_stream) < 2 * alone
+    assert int(begun) > 0
 
 
 @pytest.mark.parametrize(
