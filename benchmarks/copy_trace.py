@@ -29,6 +29,7 @@ from copy_speed import parse_sizes
 from copy_timing import UNTIMED_COPIES, bring_to_speed
 from experiment import figure
 from output import check_files, finish, start
+from report import columns
 from target import Target, Unusable, describe, find_target, headline
 from torch.profiler import ProfilerActivity, profile
 
@@ -160,6 +161,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "GB/s busy": lambda row: f"{row['gb_per_s']['median']:.1f}",
     "gaps us": lambda row: f"{row['gaps_us']['median']:.0f}",
     "tail us": lambda row: f"{row['tail_us']['median']:.0f}",
+    "host GB/s": lambda row: f"{row['host_gb_per_s']['median']:.1f}" if "host_gb_per_s" in row else "",
 }
 
 
@@ -167,17 +169,14 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"repeats {result['settings']['repeats']}, of {COPIES} copies in a row each"]
     lines += [f"  {line}" for line in headline(result["environment"])]
     lines.append(f"  {result['environment']['command']}")
-    width = max(len(row["way"]) for row in result["rows"])
     for size, rows in itertools.groupby(result["rows"], lambda row: row["bytes"]):
-        lines.append(f"\n{size_label(size):<{width}}" + "".join(f"{name:>15}" for name in COLUMNS))
-        for row in rows:
-            lines.append(f"{row['way']:<{width}}" + "".join(f"{cell(row):>15}" for cell in COLUMNS.values()))
-            if "host_gb_per_s" in row:
-                lines.append(f"  the host copied {row['host_gb_per_s']['median']:.1f} GB/s meanwhile")
+        grid = [[row["way"], *(cell(row) for cell in COLUMNS.values())] for row in rows]
+        lines += ["", *columns([[size_label(size), *COLUMNS], *grid])]
     lines += [
         "",
         "us: from the call until the device, idle before, is done; first: until its first copy began; busy: in",
-        "which a copy ran, and GB/s in that time; gaps: between copies; tail: until the host knew of the end.",
+        "which a copy ran, and GB/s in that time; gaps: between copies; tail: until the host knew of the end; host:",
+        "other memory that it copied meanwhile.",
         "Under a profiler all takes longer than in copy_speed.py.",
     ]
     return "\n".join(lines)

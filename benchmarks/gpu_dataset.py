@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from epoch import Batch, Checksum, Epoch, time_epoch
 from experiment import figure
-from gpu_dataset_parts import Parts, Resident, Upscaled, measure_parts
+from gpu_dataset_parts import Parts, Resident, Shrunk, Upscaled, measure_parts
 from in_process import Epochs, on_device
 from output import check_files, finish, start
 from steps import Step, Wait, make_step
@@ -84,10 +84,14 @@ def make_rows(loader: DataLoader[Batch], precomputed: DataLoader[Batch], target:
 def run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     notes = [] if target.accelerated else [ON_THE_CPU]
     count = options.batch_size * options.steps
-    in_collate = options.net_in == "collate_fn"
-    dataset = Upscaled(count, options.photo_pixels, options.channels, options.layers, target, in_collate)
-    collate_fn = dataset.collate if in_collate else None
-    loader: DataLoader[Batch] = DataLoader(dataset, batch_size=options.batch_size, collate_fn=collate_fn)
+    made_of = (count, options.photo_pixels, options.channels, options.layers, target)
+    loader: DataLoader[Batch]
+    if options.net_in == "collate_fn":
+        dataset, at_once = Shrunk(*made_of), options.batch_size
+        loader = DataLoader(dataset, batch_size=options.batch_size, collate_fn=dataset.collate)
+    else:
+        dataset, at_once = Upscaled(*made_of), 1
+        loader = DataLoader(dataset, batch_size=options.batch_size)
     pictures = torch.cat([batch.cpu() for batch, _ in loader])
     ready = TensorDataset(pictures, torch.arange(len(dataset)))
     precomputed: DataLoader[Batch] = DataLoader(ready, batch_size=options.batch_size)
@@ -108,7 +112,7 @@ def run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
             for cell in random.Random(repeat).sample(cells, len(cells)):
                 bring_to_speed(resident, step, target)
                 if cell == "parts":
-                    parts.append(measure_parts(dataset, loader, resident, step, target))
+                    parts.append(measure_parts(dataset, at_once, loader, resident, step, target))
                 else:
                     batches = rows[cell].batches
                     epochs[cell].append(time_epoch(batches, options.steps, step, target, options.sync_every_step))

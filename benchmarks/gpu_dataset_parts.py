@@ -44,19 +44,15 @@ def ready_crops(count: int) -> Callable[[int], torch.Tensor]:
     return crops.__getitem__
 
 
-class Upscaled(Dataset[tuple[torch.Tensor, int]]):
-    """Sample i is (the picture that the net makes of a small one, i).
+class Shrunk(Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is (a small photo, i), and collate() makes the net's pictures of a batch, by one call.
 
-    The small one is decoded from a JPEG file of `photo_pixels` a side, and shrunk; with 0 it is in memory already.
-    With `in_collate` it is (the small one, i), and collate() makes the pictures of a batch at once. Raises Unusable if
-    there is nothing to make the files from.
+    Small photos are decoded from JPEG files of `photo_pixels` a side, and shrunk; with 0 they are in memory already.
+    Raises Unusable if there is nothing to make the files from.
     """
 
-    def __init__(
-        self, count: int, photo_pixels: int, channels: int, layers: int, target: Target, in_collate: bool = False
-    ) -> None:
+    def __init__(self, count: int, photo_pixels: int, channels: int, layers: int, target: Target) -> None:
         self.count = count
-        self.in_collate = in_collate
         self.small = shrunk_photos(photo_pixels) if photo_pixels else ready_crops(count)
         self.device = target.device
         torch.manual_seed(0)
@@ -71,8 +67,7 @@ class Upscaled(Dataset[tuple[torch.Tensor, int]]):
         return self.count
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        small = self.small(i)
-        return (small if self.in_collate else self.upscale(small[None])[0]), i
+        return self.small(i), i
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
         small, numbers = default_collate(samples)
@@ -82,6 +77,13 @@ class Upscaled(Dataset[tuple[torch.Tensor, int]]):
     def upscale(self, small: torch.Tensor) -> torch.Tensor:
         pictures: torch.Tensor = self.net(small.to(self.device).float() / 255)
         return pictures
+
+
+class Upscaled(Shrunk):
+    """Sample i is (the net's picture of a small photo, i), by a call of its own."""
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.upscale(self.small(i)[None])[0], i
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,9 @@ def host_seconds(loader: Iterable[Batch], target: Target) -> float:
 
 
 def measure_parts(
-    dataset: Upscaled, loader: DataLoader[Batch], resident: Resident, step: Step, target: Target
+    dataset: Shrunk, at_once: int, loader: DataLoader[Batch], resident: Resident, step: Step, target: Target
 ) -> Parts:
+    """`at_once`: how many samples a call of the net takes."""
     target.synchronize()
     start = time.perf_counter()
     for batch in loader:
@@ -167,7 +170,6 @@ def measure_parts(
     target.synchronize()
     loading = (time.perf_counter() - start) / len(loader)
     launches = 4 * sum(1 for _ in dataset.net.modules())  # a call of the net, at most
-    at_once = resident.batch_size if dataset.in_collate else 1
     count = min(len(dataset), max(1, LAUNCHES_AT_ONCE // launches) * at_once)
     calls = torch.stack([dataset.small(i) for i in range(count)]).to(target.device).split(at_once)
 

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "host_copy.h"
 #include "memcpy_pool.h"
 #include "pinned_ring.h"
 #include "staged_copy.h"
@@ -81,8 +82,7 @@ class Source {
 
 enum class By { kMemcpy, kPool };
 
-// So many threads that copy a share each, all at once: what threads and memory give, without a queue or a bus. A pool
-// without threads leaves its way of copying to the caller.
+// So many threads that copy a share each, all at once: what threads and memory give, without a queue or a bus.
 double shares_seconds(By by, int threads, std::size_t bytes, Source& source, std::vector<std::byte>& target) {
   std::this_thread::sleep_for(kPause);
   const std::byte* from = source.next(bytes);
@@ -94,13 +94,10 @@ double shares_seconds(By by, int threads, std::size_t bytes, Source& source, std
   for (int i = 0; i < threads; ++i) {
     copying.emplace_back([&, i] {
       const std::size_t begin = static_cast<std::size_t>(i) * share;
-      MemcpyPool pool(0);
-      MemcpyPool::Job job;
-      job.parts.push_back({{target.data() + begin, from + begin, share}});
       ++waiting;
       while (!go) std::this_thread::yield();
       if (by == By::kPool) {
-        pool.finish(job);
+        copy_on_host({{target.data() + begin, from + begin, share}});
       } else {
         std::memcpy(target.data() + begin, from + begin, share);
       }

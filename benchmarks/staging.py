@@ -31,7 +31,7 @@ from output import check_files, finish, start
 from target import Target, describe, find_target, headline
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("memcpy_pool", "pinned_ring", "staged_copy", "platform")
+SOURCES = ("host_copy", "memcpy_pool", "pinned_ring", "staged_copy", "platform")
 SIZES = "256K,1M,4M,16M,38.5M,64M"
 
 

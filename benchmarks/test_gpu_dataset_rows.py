@@ -6,7 +6,7 @@ import gpu_dataset
 import pytest
 import torch
 from gpu_dataset import Row, row_result
-from gpu_dataset_parts import Parts, Resident, Upscaled, busy_seconds, host_seconds
+from gpu_dataset_parts import Parts, Resident, Shrunk, Upscaled, busy_seconds, host_seconds
 from target import Target
 from torch.utils.data import DataLoader
 
@@ -27,13 +27,12 @@ def test_a_sample_is_the_nets_picture_of_its_crop(dataset):
 
 
 def test_a_batch_made_at_once_is_that_of_its_samples(target):
-    in_collate = Upscaled(6, 40, 2, 1, target, in_collate=True)
-    small, number = in_collate[4]
-    assert torch.equal(small, in_collate.small(4)) and number == 4
+    shrunk = Shrunk(6, 40, 2, 1, target)
+    small, number = shrunk[4]
+    assert torch.equal(small, shrunk.small(4)) and number == 4
     one_by_one = DataLoader(Upscaled(6, 40, 2, 1, target), 3)
-    for (pictures, numbers), (others, same) in zip(
-        one_by_one, DataLoader(in_collate, 3, collate_fn=in_collate.collate), strict=True
-    ):
+    at_once = DataLoader(shrunk, 3, collate_fn=shrunk.collate)
+    for (pictures, numbers), (others, same) in zip(one_by_one, at_once, strict=True):
         torch.testing.assert_close(pictures, others)
         assert torch.equal(numbers, same) and not others.requires_grad
 

@@ -8,26 +8,19 @@
 #include <thread>
 #include <vector>
 
+#include "host_copy.h"
+
 namespace gpuprefetch {
 
 // Threads of our own, so that copying neither takes nor changes torch's intra-op threads, which belong to the trainer.
 // They sleep when there is nothing to copy. All members may be called from any thread.
 class MemcpyPool {
  public:
-  // Rows that lie one behind the other at `to`, and `stride` bytes apart at `from`. nullptr: zeros.
-  struct Copy {
-    std::byte* to;
-    const std::byte* from;
-    std::size_t row_bytes;
-    std::size_t rows = 1;
-    std::size_t stride = 0;
-  };
-
   // Parts that threads share out among themselves: each is done by one of them, one copy after another. The caller owns
   // the job and keeps it as it is between start() and the return of finish() or cancel().
   class Job {
    public:
-    std::vector<std::vector<Copy>> parts;
+    std::vector<std::vector<HostCopy>> parts;
 
    private:
     friend class MemcpyPool;

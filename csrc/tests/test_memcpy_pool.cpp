@@ -2,10 +2,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <cstdlib>
 #include <deque>
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -52,28 +50,6 @@ struct Work {
   Bytes to;
   MemcpyPool::Job job;
 };
-
-// Each with memory of its own length, so that AddressSanitizer sees a row that is too long; most are not aligned.
-void rows_of_every_length_arrive() {
-  constexpr std::size_t kRows = 37;
-  MemcpyPool pool(0);
-  for (std::size_t row_bytes = 1; row_bytes < 70; ++row_bytes) {
-    for (const std::size_t stride : {std::size_t{0}, row_bytes / 2, row_bytes, row_bytes + 1, 3 * row_bytes}) {
-      current_case = static_cast<std::int64_t>(row_bytes * 1000 + stride);
-      const Bytes from = pattern((kRows - 1) * stride + row_bytes, row_bytes);
-      Bytes to(kRows * row_bytes + 1);
-      MemcpyPool::Job job;
-      job.parts.push_back({{to.data() + 1, from.data(), row_bytes, kRows, stride}});
-      pool.finish(job);
-      Bytes expected(1);
-      for (std::size_t row = 0; row < kRows; ++row) {
-        const auto begin = from.begin() + static_cast<std::ptrdiff_t>(row * stride);
-        expected.insert(expected.end(), begin, begin + static_cast<std::ptrdiff_t>(row_bytes));
-      }
-      CHECK(to == expected);
-    }
-  }
-}
 
 void load(std::size_t kilobytes) {
   const Bytes from(1024);
@@ -367,84 +343,15 @@ void shutdown_by_several_threads_at_once() {
   }
 }
 
-// Around the lengths at which a copy is done in another way, wherever both ends lie in a line of the cache.
-void copies_of_any_length_and_place() {
-  MemcpyPool pool(1);
-  for (std::size_t bytes : {0, 1, 63, 64, 65, 4095, 4096, 4097, 4159, 4160, 4161, 70001}) {
-    for (std::size_t shift = 0; shift < 64; shift += 7) {
-      for (std::size_t gap : {0, 1, 8, 33}) {
-        current_case = static_cast<std::int64_t>(bytes * 10000 + shift * 100 + gap);
-        const Bytes from = pattern(bytes + 128, bytes + shift);
-        Bytes to(bytes + 256);
-        Bytes expected(bytes + 256);
-        std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(gap), bytes,
-                    expected.begin() + 64 + static_cast<std::ptrdiff_t>(shift));
-        MemcpyPool::Job job;
-        job.parts.push_back({{to.data() + 64 + shift, from.data() + gap, bytes}});
-        if (shift % 2 == 0) pool.start(job);
-        pool.finish(job);
-        CHECK(to == expected);
-      }
-    }
-  }
-}
-
-// In a process of its own, which a sanitizer is to end: looks at what a thread still copies, and copies beyond the end.
-// Whole lines of the cache, since what lies beside them is copied in another way.
-void misuse(std::size_t lines) {
-  struct alignas(64) Line {
-    std::byte bytes[64];
-  };
-  const std::vector<Line> from(lines, Line{{std::byte{1}}});
-  const auto job_to = [&](std::vector<Line>& to) {
-    MemcpyPool::Job job;
-    job.parts.push_back({{to.data()->bytes, from.data()->bytes, lines * sizeof(Line)}});
-    return job;
-  };
-  {
-    MemcpyPool pool(1);
-    std::vector<Line> to(lines);
-    const volatile std::byte& last = to.back().bytes[0];
-    MemcpyPool::Job job = job_to(to);
-    pool.start(job);
-    while (last == std::byte{0}) std::this_thread::yield();
-    pool.finish(job);
-  }
-  MemcpyPool pool(0);
-  std::vector<Line> small(lines - 1);
-  MemcpyPool::Job job = job_to(small);
-  pool.finish(job);
-}
-
-// Else all the other tests would pass, whatever a copy does.
-void sanitizers_see_copies_of_any_length(const std::string& program) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  CHECK_EQ(std::system((program + " 0 2>&1").c_str()), 0);
-  for (int lines : {16, 64, 2000}) {
-    current_case = lines;
-    CHECK(std::system((program + " " + std::to_string(lines) + " 2>/dev/null").c_str()) != 0);
-  }
-#else
-  static_cast<void>(program);
-#endif
-}
-
 }  // namespace
 }  // namespace gpuprefetch
 
-int main(int count, char** arguments) {
+int main() {
   using namespace gpuprefetch;
-  if (count > 1) {
-    const auto lines = static_cast<std::size_t>(std::atoi(arguments[1]));
-    if (lines > 0) misuse(lines);
-    return 0;
-  }
   Watchdog watchdog(std::chrono::seconds(120));
   RUN(jobs_begin_in_the_order_of_their_start);
   RUN(several_threads_leave_out_no_part);
   RUN(without_threads_the_caller_copies);
-  RUN(copies_of_any_length_and_place);
-  RUN(rows_of_every_length_arrive);
   RUN(an_empty_job_ends);
   RUN(threads_share_a_job);
   RUN(a_job_can_be_started_again);
@@ -456,6 +363,4 @@ int main(int count, char** arguments) {
   RUN(many_jobs_from_several_threads);
   RUN(shutdown_while_in_use);
   RUN(shutdown_by_several_threads_at_once);
-  current_test = "sanitizers_see_copies_of_any_length";
-  sanitizers_see_copies_of_any_length(arguments[0]);
 }
