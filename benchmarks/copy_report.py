@@ -17,7 +17,9 @@ def methods_of(rows: Rows, source: str) -> list[str]:
 
 
 def setting_line(settings: dict[str, Any]) -> str:
-    return f"repeats {settings['repeats']}, copies in a row for at least {settings['least_ms_a_repeat']:g} ms each"
+    pause = settings.get("pause_ms", 0)  # older results have none
+    in_a_row = f"copies in a row for at least {settings['least_ms_a_repeat']:g} ms each"
+    return f"repeats {settings['repeats']}, {in_a_row}, {pause:g} ms between turns"
 
 
 def _spread(rows: Rows) -> float:

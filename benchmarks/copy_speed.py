@@ -14,6 +14,8 @@ just made.
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import random
 import re
 import sys
@@ -28,7 +30,15 @@ from copy_peaks import measure_peak
 from copy_plot import draw
 from copy_report import table
 from copy_sources import LEAVES, SAMPLES, SOURCES, WORD_BYTES, Source, WrongCopy, check, make_source
-from copy_timing import LEAST_SECONDS, bring_to_speed, copies_a_repeat, time_calls, time_in_turn, time_stages
+from copy_timing import (
+    LEAST_SECONDS,
+    PAUSE_SECONDS,
+    bring_to_speed,
+    copies_a_repeat,
+    time_calls,
+    time_in_turn,
+    time_stages,
+)
 from experiment import figure
 from output import check_files, finish, start
 from target import Target, Unusable, describe, find_target
@@ -72,15 +82,16 @@ def open_checked(
 
 
 def measure_source(
-    source: Source, target: Target, repeats: int, chance: random.Random, left_out: dict[str, str]
+    source: Source, target: Target, repeats: int, pause: float, chance: random.Random, left_out: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """The rows of one source of one size."""
+    """The rows of one source of one size, with `pause` seconds between turns, in which the link is kept at work."""
     methods = [method for method in METHODS.values() if source.name in method.sources]
     with ExitStack() as opened:
         copies = open_checked(methods, source, target, opened, left_out)
         bring_to_speed(copies["link"], target)
         counts = {name: copies_a_repeat(copy, target) for name, copy in copies.items()}
-        seconds = time_in_turn(copies, counts, target, repeats, chance)
+        between = functools.partial(bring_to_speed, copies["link"], target, pause)
+        seconds = time_in_turn(copies, counts, target, repeats, between, chance)
     links = seconds["link"]
     return [
         {
@@ -114,7 +125,8 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     tqdm.monitor_interval = 0  # its thread would take the GIL now and then
     for name, size in tqdm(cells, leave=False, unit="size", disable=None):
         release(target)
-        rows += measure_source(make_source(name, size, options.seed), target, options.repeats, chance, left_out)
+        source = make_source(name, size, options.seed)
+        rows += measure_source(source, target, options.repeats, options.pause / 1e3, chance, left_out)
     calls = time_calls(target, options.repeats)
     stages: dict[str, dict[str, list[float]]] = {}
     for key, (name, size) in STAGED.items():
@@ -141,6 +153,7 @@ def measure(options: argparse.Namespace, target: Target) -> dict[str, Any]:
             "repeats": options.repeats,
             "seed": options.seed,
             "least_ms_a_repeat": LEAST_SECONDS * 1e3,
+            "pause_ms": options.pause,
             "sources": SOURCES,
             "methods": {name: method.description for name, method in METHODS.items()},
         },
@@ -187,12 +200,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"comma list ({SIZES}); the host needs 7 times the largest",
     )
     add("--repeats", type=int, default=7, help="turns of each method (7)")
+    add("--pause", type=float, default=PAUSE_SECONDS * 1e3, metavar="MS", help="between turns, about (30)")
     add("--seed", type=int, default=0, help="of the data, and of the order of turns (0)")
     add("--json", type=Path, metavar="FILE", help="write every figure, with raw repeats")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1; got {options.repeats}")
+    if not 0 <= options.pause < math.inf:
+        parser.error(f"--pause must be a number from 0 up; got {options.pause}")
     check_files(parser, options)
     return options
 

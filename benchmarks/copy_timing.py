@@ -21,6 +21,7 @@ LEAST_SECONDS = 0.005  # of copies in a row, whose median is one repeat
 MOST_COPIES = 1000
 UNTIMED_COPIES = 3  # caches of the allocators, first touch
 SPEED_SECONDS = 0.1
+PAUSE_SECONDS = 0.03  # between turns: torch's threads spin for some milliseconds after each operation on all of them
 CALLS, CALLS_IN_A_ROW = 1000, 100  # in a row fewer than fill the queue of the device: a call would wait for it
 CALL_BYTES = 4096
 STAGED_COPIES = 100
@@ -49,21 +50,28 @@ def copies_a_repeat(copy: Copy, target: Target) -> int:
 
 
 def time_in_turn(
-    copies: dict[str, Copy], counts: dict[str, int], target: Target, repeats: int, chance: random.Random
+    copies: dict[str, Copy],
+    counts: dict[str, int],
+    target: Target,
+    repeats: int,
+    pause: Callable[[], object],
+    chance: random.Random,
 ) -> dict[str, list[float]]:
-    """Seconds of each repeat, by name. Within a repeat each has its turn, in an order that is shuffled each time."""
+    """Seconds of each repeat, by name. Within a repeat each has its turn, in an order that is shuffled each time, after
+    a pause."""
     seconds: dict[str, list[float]] = {name: [] for name in copies}
     names = list(copies)
     for _ in range(repeats):
         chance.shuffle(names)
         for name in names:
+            pause()
             seconds[name].append(time_repeat(copies[name], target, counts[name]))
     return seconds
 
 
-def bring_to_speed(copy: Copy, target: Target) -> None:
+def bring_to_speed(copy: Copy, target: Target, seconds: float = SPEED_SECONDS) -> None:
     """Some untimed copies, since an idle link is a slow one."""
-    end = time.perf_counter() + SPEED_SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         time_copy(copy, target)
 

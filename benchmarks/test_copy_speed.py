@@ -111,7 +111,7 @@ def test_memory_that_still_holds_an_earlier_copy_does_not_pass(planted, target):
     planted("does nothing", lambda source: memory["left"])
     source = make_source("pageable", 4096, 0)
     with pytest.raises(WrongCopy, match="does nothing"):
-        copy_speed.measure_source(source, target, 1, random.Random(0), {})
+        copy_speed.measure_source(source, target, 1, 0, random.Random(0), {})
 
 
 # --- how long it takes
@@ -158,10 +158,12 @@ def test_methods_take_turns_and_the_order_changes(target, clock):
         return copy
 
     copies = {"a": copying("a", [1, 9, 2] * 8), "b": copying("b", range(8)), "c": copying("c", [5] * 8)}
-    seconds = time_in_turn(copies, {"a": 3, "b": 1, "c": 1}, target, 8, random.Random(0))
+    counts = {"a": 3, "b": 1, "c": 1}
+    seconds = time_in_turn(copies, counts, target, 8, lambda: calls.append("-"), random.Random(0))
     assert seconds == {"a": [2] * 8, "b": list(range(8)), "c": [5] * 8}
-    turns = ["".join(calls[first : first + 5]).replace("aaa", "a") for first in range(0, len(calls), 5)]
-    assert len(turns) == 8 and all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    turns = ["".join(calls[first : first + 8]).replace("aaa", "a") for first in range(0, len(calls), 8)]
+    assert len(turns) == 8 and all(sorted(turn) == ["-", "-", "-", "a", "b", "c"] for turn in turns)
+    assert all(turn[::2] == "---" for turn in turns)
     assert len(set(turns)) > 2
 
 
@@ -173,12 +175,12 @@ def test_a_peer_that_fails_is_left_out_and_ours_is_not(planted, target):
     planted("peer", failing, is_peer=True)
     planted("absent", failing, is_peer=True, missing=lambda: "not here")
     source, left_out = make_source("leaves", 200 * 512, 0), {}
-    rows = copy_speed.measure_source(source, target, 1, random.Random(0), left_out)
+    rows = copy_speed.measure_source(source, target, 1, 0, random.Random(0), left_out)
     assert [row["method"] for row in rows] == ["gpuprefetch", "link"]
     assert left_out == {"peer": "OSError: no such memory", "absent": "not here"}
     planted("gpuprefetch", failing)
     with pytest.raises(OSError):
-        copy_speed.measure_source(source, target, 1, random.Random(0), {})
+        copy_speed.measure_source(source, target, 1, 0, random.Random(0), {})
 
 
 def test_a_call_is_timed_by_itself_and_the_queue_never_fills(target, clock, monkeypatch):
@@ -231,6 +233,8 @@ def test_what_calls_are_timed(on_the_cpu, target, monkeypatch):
         (["--sizes", "1000"], "'1000' is no multiple of 512 bytes"),
         (["--sizes", "0"], "'0' is no multiple of 512 bytes"),
         (["--repeats", "0"], "--repeats must be at least 1; got 0"),
+        (["--pause", "-1"], "--pause must be a number from 0 up; got -1.0"),
+        (["--pause", "nan"], "--pause must be a number from 0 up; got nan"),
         (["--json", "nowhere/x.json"], "there is no folder 'nowhere'"),
         (["--plot", "nowhere/x.png"], "there is no folder 'nowhere'"),
     ],
@@ -274,7 +278,7 @@ def assert_complete(result, sizes, repeats):
             for row in rows:
                 for ms, speed in zip(row["ms"]["raw"], row["gb_per_s"]["raw"], strict=True):
                     assert ms * speed == pytest.approx(size * 1e-6)
-    assert result["format"] == 3
+    assert result["format"] == 3 and result["settings"]["pause_ms"] == 30
     assert [200 * size for size in result["settings"]["leaf_sizes"]] == LEAF_BATCHES
     staged = dict.fromkeys(copy_speed.STAGED, STAGES)
     for key, names in {"calls_us": CALL_NAMES, **staged}.items():
@@ -320,7 +324,7 @@ def made_up(environment):
     peak = {"source": "pageable", "method": ".to", "bytes": 1 << 28, "pinned_bytes": None}
     return {
         "environment": environment,
-        "settings": {"repeats": 3, "least_ms_a_repeat": 5.0, "methods": methods},
+        "settings": {"repeats": 3, "least_ms_a_repeat": 5.0, "pause_ms": 30.0, "methods": methods},
         "rows": rows,
         "calls_us": {name: figure(us) for us, name in enumerate(CALL_NAMES, 1)},
         "stages_us": {name: figure(us) for us, name in enumerate(STAGES, 4)},
@@ -335,6 +339,7 @@ def made_up(environment):
 def test_the_table(target):
     result = made_up(copy_speed.describe(target))
     lines = table(result).splitlines()
+    assert "repeats 3, copies in a row for at least 5 ms each, 30 ms between turns" in lines
     assert all(len(line) <= 120 or line.strip() == result["environment"]["command"] for line in lines)
     start = lines.index(f"gathered: {SOURCES['gathered']}")
     assert lines[start + 1].split("  ")[0] == "GB/s"
