@@ -28,8 +28,12 @@ def calls() -> str:
 
 
 def first_batch() -> str:
-    """How long until an epoch's first batch is on the device, and above loading it."""
-    result = read("first-batch")
+    """How long until an epoch's first batch is on the device, and above loading it; a table for each file."""
+    return "\n\n".join(map(first_batch_table, names("first-batch*") or ["first-batch"]))
+
+
+def first_batch_table(name: str) -> str:
+    result = read(name)
     settings = result["settings"]
     epochs = f"Workload {settings['workload']}, epochs of {settings['steps']} batches of {settings['batch_size']}."
     return f"{told(result, epochs, *left_out(result))}\n\n{markdown(first_batch_script.table(result))}"
