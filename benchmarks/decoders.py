@@ -1,6 +1,6 @@
 """From the bytes of an image file to a sample, as users of PIL, torchvision.io and OpenCV write it.
 
-All three crop and flip alike. Each resizes in its own way, so that their pixels differ.
+All crop and flip alike. Each library resizes in its own way, so that their pixels differ.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import importlib
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -37,8 +37,8 @@ Decode = Callable[[bytes, Choose], torch.Tensor]
 
 @dataclass(frozen=True)
 class Decoder:
-    """`decode` gives a float32 tensor [3, 224, 224]. It imports `module`, which the command `install` brings, and reads
-    files that end in one of `suffixes`. It can be pickled."""
+    """`decode` gives a tensor [3, 224, 224]: float32 and normalised, or uint8, for the step to do that. It imports
+    `module`, which the command `install` brings, and reads files that end in one of `suffixes`. It can be pickled."""
 
     name: str
     description: str
@@ -71,6 +71,14 @@ def _pil(data: bytes, choose: Choose) -> torch.Tensor:
 
 
 def _torchvision(data: bytes, choose: Choose) -> torch.Tensor:
+    from torchvision.transforms.v2 import functional
+
+    pixels = functional.to_dtype(_torchvision_uint8(data, choose), torch.float32, scale=True)
+    normalised: torch.Tensor = functional.normalize(pixels, MEAN, DEVIATION)
+    return normalised
+
+
+def _torchvision_uint8(data: bytes, choose: Choose) -> torch.Tensor:
     """Its small operations are split over torch's threads, of which a worker process has one: so it is for its users.
     That makes the cost of a sample depend on the row."""
     from torchvision.io import ImageReadMode, decode_image
@@ -83,9 +91,8 @@ def _torchvision(data: bytes, choose: Choose) -> torch.Tensor:
     photo = functional.resized_crop(photo, crop.top, crop.left, crop.height, crop.width, size, antialias=True)
     if crop.flipped:
         photo = functional.horizontal_flip(photo)
-    pixels = functional.to_dtype(photo, torch.float32, scale=True)
-    normalised: torch.Tensor = functional.normalize(pixels, MEAN, DEVIATION)
-    return normalised
+    cropped: torch.Tensor = photo
+    return cropped
 
 
 def _opencv(data: bytes, choose: Choose) -> torch.Tensor:
@@ -137,6 +144,12 @@ TORCHVISION = Decoder(
     install="python -m pip install torchvision, in the version for the torch that is installed",
     suffixes=_SUFFIXES,
 )
+TORCHVISION_UINT8 = replace(
+    TORCHVISION,
+    name="torchvision-uint8",
+    description="torchvision.io, whose operations torch splits over its threads, in uint8, which the step normalises",
+    decode=_torchvision_uint8,
+)
 OPENCV = Decoder(
     name="opencv",
     description="OpenCV, without threads of its own",
@@ -145,4 +158,4 @@ OPENCV = Decoder(
     install="python -m pip install opencv-python-headless",
     suffixes=_SUFFIXES | {".bmp"},
 )
-DECODERS = {decoder.name: decoder for decoder in (PIL, TORCHVISION, OPENCV)}
+DECODERS = {decoder.name: decoder for decoder in (PIL, TORCHVISION, TORCHVISION_UINT8, OPENCV)}

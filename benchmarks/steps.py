@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+from decoders import DEVIATION, MEAN
 from target import Target, Unusable
 from torch import nn
 
@@ -74,16 +75,21 @@ class KernelsThenPython(Kernels):
 
 
 class Training(Step):
-    """Forward, backward and SGD of a network in bf16 autocast and channels_last."""
+    """Forward, backward and SGD of a network, in bf16 autocast and channels_last. Images in uint8 are normalised."""
 
     def __init__(self, target: Target, name: str, network: nn.Module) -> None:
         self.device_type = target.device.type
         self.network = network.to(memory_format=torch.channels_last).to(target.device).train()  # type: ignore[call-overload]
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
         self.loss = nn.CrossEntropyLoss()
+        self.mean, self.deviation = (
+            torch.tensor(values, device=target.device).mul_(255).view(3, 1, 1) for values in (MEAN, DEVIATION)
+        )
         self.description = f"{name}: forward, backward and SGD, bf16 autocast, channels_last"
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if images.dtype == torch.uint8:
+            images = (images - self.mean) / self.deviation
         images = images.to(memory_format=torch.channels_last)
         with torch.autocast(self.device_type, dtype=torch.bfloat16):
             loss = self.loss(self.network(images), labels.remainder(CLASSES))

@@ -1,9 +1,22 @@
-"""A step in one CUDA graph trains on each batch that it is given, as the step itself does."""
+"""A step trains on the images that it is given, in a CUDA graph too."""
 
 import pytest
 import torch
+from decoders import DEVIATION, MEAN
 from steps import CLASSES, OneGraph, make_step
 from target import Target, Unusable, find_target
+
+
+def test_images_in_uint8_are_normalised_by_the_step():
+    seen = []
+    step = make_step("convnet", Target(torch.device("cpu")))
+    step.network.register_forward_pre_hook(lambda network, arguments: seen.append(*arguments))
+    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    mean, deviation = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(DEVIATION).view(3, 1, 1)
+    expected = (images / 255 - mean) / deviation
+    for batch in (images, expected):
+        step(batch, torch.arange(4))
+    torch.testing.assert_close(seen, [expected, expected], rtol=1e-5, atol=1e-5)
 
 
 def test_without_a_cuda_device_there_is_no_graph():

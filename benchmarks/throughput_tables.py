@@ -45,7 +45,12 @@ README_ROWS = {
     "gpuprefetch8": "**gpuprefetch**, `num_threads=8`",
     "gpuprefetch-workers8": "**gpuprefetch** around the 8 worker processes",
 }
-DECODERS = {"opencv": "OpenCV", "torchvision": "torchvision.io", "pil": "PIL"}  # in the order of their tables
+DECODERS = {  # in the order of their tables
+    "opencv": "OpenCV",
+    "torchvision": "torchvision.io",
+    "torchvision-uint8": "the same in uint8",
+    "pil": "PIL",
+}
 WAYS = {"gpuprefetch": "threads", "workers": "processes"}
 BELOW_BOUND = r"\*"
 

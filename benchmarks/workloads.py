@@ -1,8 +1,8 @@
 """The datasets: what it costs to make a sample on the host.
 
-Every sample is `(image, index)`: a float32 tensor [3, H, W] and the sample's place in the epoch. All that looks random
-is a function of the seed and the index, so every row and every repeat makes exactly the same batches: the rows do equal
-work, and what arrived can be compared.
+Every sample is `(image, index)`: a tensor [3, H, W], float32 (or, of one decoder, uint8), and the sample's place in the
+epoch. All that looks random is a function of the seed and the index, so every row and every repeat makes exactly the
+same batches: the rows do equal work, and what arrived can be compared.
 """
 
 from __future__ import annotations
