@@ -24,8 +24,8 @@ from gpuprefetch._source import Source
 class Epoch(abc.ABC):
     """What both ways have in common: the queue of ready records and the consumer's side.
 
-    Queues are SimpleQueues: stop() may be called by a finalizer, at any point of any thread, and their put() is
-    re-entrant.
+    Queues are SimpleQueues, and what is made of one: stop() may be called by a finalizer, at any point of any thread,
+    and their put() is re-entrant.
     """
 
     _ADVICE = ""  # at the end of an error's note
@@ -34,8 +34,9 @@ class Epoch(abc.ABC):
         self._source = source
         self._lane = lane
         self._timeout = timeout
-        self._ready: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._ready: _threads.Mailbox[Record] = _threads.Mailbox()
         self._stopped = False
+        self._replaced = False  # by an epoch that goes on with the same iterator
         self._asked = False  # the lane knows of the batch that is waited for
         self._timed_out = False
         self._workers: list[_threads.Worker] = []  # in the order in which they start; the first one fills `ready`
@@ -63,7 +64,7 @@ class Epoch(abc.ABC):
             raise RuntimeError("an epoch can't be drawn from by the dataset that it loads")
         lock = self._taking.acquired(lambda: self._stopped)
         if lock is None:
-            raise StopIteration
+            raise self._end()
         try:
             return self._take()
         finally:
@@ -71,7 +72,7 @@ class Epoch(abc.ABC):
 
     def _take(self) -> Any:
         if self._stopped:
-            raise StopIteration
+            raise self._end()
         if not self._asked:
             self._lane.ask()
             self._asked = True
@@ -89,12 +90,20 @@ class Epoch(abc.ABC):
             raise
         self.stop()
         if record.error is None or isinstance(record.error, Stopped):
-            raise StopIteration
+            raise self._end()
         raised, record.error = record.error, None  # frames in its traceback hold the record
         try:
             raise raised
         finally:
             del raised
+
+    def _end(self) -> Exception:
+        if self._replaced:
+            return RuntimeError(
+                "this epoch was ended by a later iter(): a generator, or a loader with persistent workers, has one "
+                "iterator for all, so that two can't be drawn from at once"
+            )
+        return StopIteration()
 
     def _hand_over(self, record: Record) -> Any:
         try:
@@ -109,6 +118,11 @@ class Epoch(abc.ABC):
         self._lane.stop()
         self._ready.put(Record(-1, ended=True))  # wakes a consumer that waits in another thread
 
+    def replace(self) -> None:
+        """close(), and ``take()`` says why there is nothing more."""
+        self._replaced = self._replaced or not self._stopped
+        self.close()
+
     def close(self, deadline: float | None = None) -> None:
         """Ends the epoch and its threads, and drops the batches that were ready.
 
@@ -118,7 +132,7 @@ class Epoch(abc.ABC):
         _threads.end(self._workers, _threads.deadline() if deadline is None else deadline)
         while True:
             try:
-                self._ready.get_nowait().error = None  # whose traceback may hold the record
+                self._ready.get().error = None  # whose traceback may hold the record
             except queue.Empty:
                 return
 
@@ -131,14 +145,10 @@ class Epoch(abc.ABC):
         """The next record, copied."""
 
     def _wait(self) -> Record:
-        try:
-            return self._ready.get_nowait()
-        except queue.Empty:
-            pass
         started = time.monotonic()
         while True:
             try:
-                return self._ready.get(timeout=_threads.SLICE_SECONDS)
+                return self._ready.get(_threads.SLICE_SECONDS)
             except queue.Empty:
                 pass
             if self._stopped:

@@ -257,7 +257,7 @@ class PrefetchIterator:
         if isinstance(self._loader, (Generator, EpochIterator)) or getattr(self._loader, "persistent_workers", False):
             # Its epochs are one iterator, which two threads can't share: a new one ends the others.
             for iterator in self._live():
-                iterator.close()
+                iterator._epoch.replace()
         share = self._open()
         lane = self._lane(share)
         seeds = None if self._seed is None else Seeds(self._seed, self._next_epoch)

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import queue
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gpuprefetch import _copier, _extension
 
@@ -28,6 +29,8 @@ JOIN_SECONDS = 2.0
 
 SLICE_SECONDS = 0.1
 """On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices of so long."""
+
+T = TypeVar("T")
 
 _LATER_SECONDS = 0.05  # until an interrupt is raised again
 _LOOK_SECONDS = 0.05  # at exit: how often threads that were just started are looked for
@@ -139,6 +142,31 @@ def _interrupt() -> None:
         signal.pthread_kill(main, signal.SIGINT)  # which ends a wait of the system's, too
     else:
         _thread.interrupt_main()
+
+
+class Mailbox(Generic[T]):
+    """A SimpleQueue with a time limit that holds: before Python 3.13 a SimpleQueue's own is lost where a signal handler
+    takes longer than what is left of it, and then the wait never ends. ``put()`` is re-entrant, too.
+
+    For one reader: of two that wait, one may learn of an item when its time is over.
+    """
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._arrived = threading.Lock()
+        self._arrived.acquire()
+        self.empty = self._items.empty
+
+    def put(self, item: T) -> None:
+        self._items.put(item)
+        with contextlib.suppress(RuntimeError):  # the reader has been told already
+            self._arrived.release()
+
+    def get(self, timeout: float = 0) -> T:
+        """Raises queue.Empty after ``timeout`` seconds, or earlier."""
+        if self._items.empty():
+            self._arrived.acquire(timeout=timeout)
+        return self._items.get_nowait()
 
 
 class Turns:

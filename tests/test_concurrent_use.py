@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from loaders import THREADS, Ramp, eventually, script, threads, vals, within
+from loaders import THREADS, Gate, Ramp, eventually, script, stands_in, threads, vals, within
 from torch.utils.data import DataLoader
 
 from gpuprefetch import DataLoaderX, PrefetchIterator, _threads
@@ -360,7 +360,39 @@ def test_a_new_epoch_of_persistent_workers_ends_the_one_before(before):
         assert vals([next(epoch), next(epoch)]) == [0, 2]
     older, epoch = epoch, iter(p)
     assert vals(epoch) == list(range(0, 40, 2))
-    assert next(older, "ended") == "ended"
+    with pytest.raises(RuntimeError, match=r"ended by a later iter\(\): .* persistent workers"):
+        next(older)
+    assert next(epoch, "ended") == "ended"
+    again = iter(p)  # one that had come to its own end is not meant
+    assert next(epoch, "ended") == "ended" and vals(again) == list(range(0, 40, 2))
+
+
+def test_who_waits_for_an_epoch_that_is_replaced_is_told_so():
+    with Gate(at=1) as gate:
+
+        def batches():
+            for i in range(4):
+                gate(i)
+                yield torch.tensor([i])
+
+        p = PrefetchIterator(batches(), device="cpu")
+        epoch = iter(p)
+        assert vals([next(epoch)]) == [0]
+        errors = []
+
+        def wait():
+            try:
+                next(epoch)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        assert stands_in("_wait", thread)
+        with pytest.warns(RuntimeWarning, match="left behind"):
+            iter(p)
+        thread.join(20)
+    assert [type(error) for error in errors] == [RuntimeError] and "later iter()" in str(errors[0])
 
 
 @pytest.mark.skipif(

@@ -3,9 +3,11 @@
 import _thread
 import itertools
 import os
+import queue
 import signal
 import sys
 import threading
+import time
 
 import pytest
 from loaders import Gate, Ramp, eventually, stands_in, threads, vals
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch import DataLoaderX, PrefetchIterator
 from gpuprefetch._epoch import Epoch
 from gpuprefetch._iterator import EpochIterator
-from gpuprefetch._threads import interrupt_later
+from gpuprefetch._threads import SLICE_SECONDS, Mailbox, interrupt_later
 
 pytestmark = pytest.mark.windows
 
@@ -48,6 +50,66 @@ def ctrl_c():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
     else:
         _thread.interrupt_main()
+
+
+def test_a_mailbox_wakes_its_reader_at_once():
+    mailbox, reader = Mailbox(), threading.current_thread()
+
+    def put():
+        assert stands_in("get", reader)
+        mailbox.put("item")
+
+    threading.Thread(target=put, daemon=True).start()
+    started = time.monotonic()
+    assert mailbox.get(timeout=60) == "item" and time.monotonic() - started < 40
+    mailbox.put("item")
+    assert mailbox.get() == "item"
+    with pytest.raises(queue.Empty):  # at once, by the item that was there before the reader
+        mailbox.get(timeout=60)
+    with pytest.raises(queue.Empty):
+        mailbox.get(timeout=0.01)
+
+
+@pytest.fixture
+def on_alarm():
+    """Has a function called by a signal as soon as the main thread waits for a batch."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def send():
+        assert stands_in("_wait", threading.main_thread())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+    def arrange(function):
+        signal.signal(signal.SIGALRM, lambda *_: function())
+        threading.Thread(target=send, daemon=True).start()
+
+    yield arrange
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the system has no signals for threads")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_signal_handler_may_close_the_epoch_that_its_loop_waits_for(num_threads, on_alarm):
+    """It takes longer than a slice: the thread is inside a sample."""
+    with Gate(at=1) as gate:
+        p = PrefetchIterator(DataLoader(Ramp(9, hook=gate)), "cpu", num_threads=num_threads)
+        it = iter(p)
+        assert vals([next(it)]) == [0]
+        on_alarm(p.close)
+        with pytest.warns(RuntimeWarning, match="left behind"):
+            assert next(it, "ended") == "ended"
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the system has no signals for threads")
+def test_a_slow_signal_handler_does_not_lift_the_time_limit(on_alarm):
+    handled = threading.Event()
+    with Gate(at=1) as gate:
+        it = iter(PrefetchIterator(DataLoader(Ramp(9, hook=gate)), "cpu", timeout=1))
+        assert vals([next(it)]) == [0]
+        on_alarm(lambda: (threading.Event().wait(3 * SLICE_SECONDS), handled.set()))
+        with pytest.raises(TimeoutError):
+            next(it)
+        assert handled.is_set()
 
 
 @pytest.mark.parametrize("implicit", [True, False])
