@@ -10,17 +10,23 @@ import array
 import copy
 import dataclasses
 import functools
+import gc
 import inspect
 import os
 import threading
 import types
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Set
 from typing import Any
 
 import numpy
 import torch
 
+_HOLDERS = (  # whose items and attributes are part of what they are in
+    *(Mapping, MutableSequence, tuple, Set, types.SimpleNamespace, types.MappingProxyType),
+    *(functools.partial, types.CellType),
+)
 _TO_IS_OTHERWISE = (torch.nn.Module, numpy.ndarray, torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 foreign = threading.RLock()
 """For other libraries' ``to``, one thread at a time: it may keep marks in module state while it copies."""
@@ -46,12 +52,19 @@ class Stack:
 
 def leaves(batch: Any, skip_keys: Collection[Any] = ()) -> list[Any]:
     """The tensors of a batch and its objects that move themselves, each once, in order."""
+    return sort_out(batch, skip_keys)[0]
+
+
+def sort_out(batch: Any, skip_keys: Collection[Any]) -> tuple[list[Any], list[Any]]:
+    """The same; and what is handed over as it is: all other objects but numbers and strings, and what is under skipped
+    keys."""
     found: dict[int, Any] = {}
+    kept: list[Any] = []
     try:
-        _collect(batch, skip_keys, found)
+        _collect(batch, skip_keys, found, kept)
     except RecursionError as error:
         raise RecursionError("the batch contains itself, or is nested too deeply to be looked through") from error
-    return list(found.values())
+    return list(found.values()), kept
 
 
 def replace(batch: Any, moved: Mapping[int, Any], skip_keys: Collection[Any] = ()) -> Any:
@@ -103,45 +116,36 @@ def is_moving() -> bool:
     return foreign._is_owned()  # type: ignore[attr-defined, no-any-return]
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that a leaf holds its memory through: strided ones, with a storage of their own.
+def tensors_in(*things: Any) -> list[torch.Tensor]:
+    """The tensors that leaves, or other objects of a batch, hold their memory through: strided ones, with a storage of
+    their own.
 
-    Looks into sparse tensors, wrapper subclasses and the attributes of objects. Empty for an opaque object.
+    Looks into sparse tensors, wrapper subclasses, containers, closures, and into these objects and those that move
+    themselves. Any other object that they refer to is no part of a batch: a model, a logger. Empty for an opaque
+    object.
     """
     found: dict[int, torch.Tensor] = {}
-    _collect_memory(value, found, set())
+    seen: dict[int, Any] = {}
+    for thing in things:
+        _collect_memory(thing, found, seen, is_given=True)
     return list(found.values())
 
 
-def skipped_tensors(batch: Any, skip_keys: Collection[Any]) -> list[torch.Tensor]:
-    """The tensors under skipped keys, as far as plain dicts, lists and tuples go: other objects are not looked into."""
-    found: list[torch.Tensor] = []
-    _collect_skipped(batch, skip_keys, False, found)
-    return found
-
-
-def _collect_skipped(value: Any, skip_keys: Collection[Any], skipped: bool, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found += [value] if skipped else []
-    elif type(value) is dict:
-        for key, child in value.items():
-            if type(child) not in _ATOMS:
-                _collect_skipped(child, skip_keys, skipped or key in skip_keys, found)
-    elif type(value) in (list, tuple):
-        for child in value:
-            if type(child) not in _ATOMS:
-                _collect_skipped(child, skip_keys, skipped, found)
-
-
-def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any]) -> None:
+def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept: list[Any]) -> None:
     if _is_leaf(value):
         found.setdefault(id(value), value)
         return
+    is_empty = True
     for _, child in children(value, skip_keys):
+        is_empty = False
         if type(child) is torch.Tensor:  # told at a glance, as atoms are: a batch may have hundreds
             found[id(child)] = child
         elif type(child) not in _ATOMS:
-            _collect(child, skip_keys, found)
+            _collect(child, skip_keys, found, kept)
+    if is_empty:
+        kept += [value] if gc.is_tracked(value) else []  # else it refers to nothing
+    elif skip_keys and isinstance(value, Mapping):
+        kept += [value[key] for key in value.keys() if key in skip_keys]  # noqa: SIM118  (see _children_of_others)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -165,7 +169,9 @@ def _children_of_others(value: Any, skip_keys: Collection[Any]) -> Iterator[tupl
         for key in keys:
             if not skip_keys or key not in skip_keys:
                 yield key, value[key]
-    elif isinstance(value, (list, tuple, MutableSequence)):
+    elif isinstance(value, tuple):
+        yield from enumerate(tuple.__iter__(value))  # a namedtuple's own __iter__ may give something else
+    elif isinstance(value, (list, MutableSequence)):
         yield from enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -179,7 +185,7 @@ def _with(value: Any, changes: dict[Any, Any]) -> Any:
     if type(value) is list:
         return [changes.get(i, child) for i, child in enumerate(value)]
     if isinstance(value, tuple):
-        return _tuple_with(value, [changes.get(i, child) for i, child in enumerate(value)])
+        return _tuple_with(value, [changes.get(i, child) for i, child in children(value)])
     if isinstance(value, (MutableMapping, MutableSequence)):
         return _container_with(value, changes)
     if isinstance(value, types.MappingProxyType):
@@ -196,7 +202,7 @@ def _tuple_with(value: tuple[Any, ...], children: list[Any]) -> Any:
         return type(value)(children)  # the tuples of torch.return_types
     if hasattr(value, "__dict__"):
         new.__dict__.update(value.__dict__)
-    return new
+    return _recomputed(new)
 
 
 def _container_with(value: Any, changes: dict[Any, Any]) -> Any:
@@ -215,17 +221,29 @@ def _container_with(value: Any, changes: dict[Any, Any]) -> Any:
         if value[key] is not old:  # the copy shares its content with the original, which is the caller's
             value[key] = old
             return _unchanged(value)
-    return new
+    return _recomputed(new)
 
 
 def _dataclass_with(value: Any, changes: dict[str, Any]) -> Any:
     try:
         new = copy.copy(value)  # not the constructor: it may compute, check or lack fields
+        for name, child in changes.items():
+            object.__setattr__(new, name, child)  # frozen ones too
     except Exception:
         return _unchanged(value)
-    for name, child in changes.items():
-        object.__setattr__(new, name, child)  # frozen ones too
+    return _recomputed(new)
+
+
+def _recomputed(new: Any) -> Any:
+    """Without what a ``cached_property`` has kept: it was computed of tensors that have moved since."""
+    attributes = getattr(new, "__dict__", {})
+    for name in [name for name in attributes if _is_cached_property(type(new), name)]:
+        del attributes[name]
     return new
+
+
+def _is_cached_property(kind: type, name: Any) -> bool:
+    return any(isinstance(vars(base).get(name), functools.cached_property) for base in kind.__mro__)
 
 
 def _unchanged(value: Any) -> Any:
@@ -268,34 +286,23 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
         return []
 
 
-def _collect_memory(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    if id(value) in seen:
+def _collect_memory(value: Any, found: dict[int, torch.Tensor], seen: dict[int, Any], is_given: bool = False) -> None:
+    if type(value) in _ATOMS or id(value) in seen or isinstance(value, weakref.ProxyTypes):
         return
-    seen.add(id(value))
+    seen[id(value)] = value  # alive, so that an id stands for one of them
+    inside: list[Any] = []
     if isinstance(value, torch.Tensor):
-        for part in _parts(value):
-            if _has_storage(part):
-                found.setdefault(id(part), part)
-            else:
-                _collect_attributes(part, found, seen)
-        return
-    for _, child in children(value, ()):
-        _collect_memory(child, found, seen)
-    if moves_itself(value):  # not any object: a reference to a model or a logger is no part of a batch
-        _collect_attributes(value, found, seen)
-
-
-def _collect_attributes(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    for attribute in getattr(value, "__dict__", {}).values():
-        _collect_memory(attribute, found, seen)
-    for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
-        if hasattr(value, name):
-            _collect_memory(getattr(value, name), found, seen)
-
-
-def _slots(kind: type) -> list[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else list(slots)
+        parts = _parts(value)
+        found.update((id(part), part) for part in parts if _has_storage(part))
+        inside = gc.get_referents(*(part for part in parts if type(part) is not torch.Tensor))
+    elif isinstance(value, types.FunctionType):
+        inside = [value.__closure__, value.__defaults__]
+    elif isinstance(value, type):
+        pass
+    elif is_given or isinstance(value, _HOLDERS) or dataclasses.is_dataclass(value) or moves_itself(value):
+        inside = gc.get_referents(value)  # asks no code of the user's, which may make its values anew, or fail
+    for one in inside:
+        _collect_memory(one, found, seen)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ _LEAST_PINNED_BYTES = 1 << 20
 _PIECE_BYTES = 4 << 20
 _LEAST_PIECES = 8
 _MOST_COPY_THREADS = 8
+_NOT_YET = -1  # what nobody asks for
 
 _copiers: dict[torch.device, Copier] = {}
 _lock = threading.RLock()  # re-entrant: a collection may close a Share at any allocation
@@ -96,25 +97,25 @@ class Copier:
         self._fitting = True
         try:
             while (wanted := max(self._shares.values(), default=None)) != self._pinned_bytes:
-                self._pinned_bytes = wanted
+                self._pinned_bytes = _NOT_YET  # Ctrl-C may come before the end
                 with relaxed_capture_mode(), torch.cuda.device(self.device):
                     self._drop_ring()
                     if wanted is not None:
                         self._make_ring(wanted)
+                    self._pinned_bytes = wanted
         finally:
             self._fitting = False
 
     def _drop_ring(self) -> None:
         if self._ring is None:
             return
-        ring, events = self._ring, self._ring_events
-        self._ring, self._ring_events = None, []
         try:
             self.native.set_ring(0, 0, [])
         except RuntimeError:
-            _leak(ring, *events)  # the device is beyond reach, and may still use them
+            _leak(self._ring, *self._ring_events)  # the device is beyond reach, and may still use them
+            self._ring, self._ring_events = None, []
             return
-        del ring
+        self._ring, self._ring_events = None, []
         self.stream.synchronize()  # the allocator waits for it before it counts the memory as free
         if hasattr(torch._C, "_host_emptyCache"):
             torch._C._host_emptyCache()

@@ -56,13 +56,12 @@ class CopyLane:
         return gathering(collate, extension().can_gather)
 
     def prepare(self, record: Record) -> None:
-        record.leaves = _batch.leaves(record.batch, self._skip_keys)
+        record.leaves, kept = _batch.sort_out(record.batch, self._skip_keys)
         record.plain, rest = self._split(record.leaves)
         record.stacks = [leaf for leaf in rest if isinstance(leaf, _batch.Stack)]
         others = [leaf for leaf in rest if not isinstance(leaf, _batch.Stack)]
-        if self._skip_keys:  # what stays as it is may come from the dataset's own GPU work all the same
-            kept = _batch.skipped_tensors(record.batch, self._skip_keys)
-            self._wait_for_loading(record, [part for tensor in kept for part in _batch.tensors_in(tensor)])
+        # What stays as it is may come from the dataset's own GPU work all the same.
+        self._wait_for_loading(record, _batch.tensors_in(*kept))
         if others:
             self._move(record, others)
 

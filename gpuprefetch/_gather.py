@@ -77,8 +77,8 @@ def _is_simple(sample: Any, registered: tuple[Any, ...]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _is_namedtuple(kind: Any) -> bool:
-    """As ``collections.namedtuple`` makes them, in a namespace of that name. A ``__new__`` of the user's may look at
-    what it is given."""
-    if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields"):
+    """As ``collections.namedtuple`` makes them, in a namespace of that name. A ``__new__`` or an ``__iter__`` of the
+    user's may look at what it is given."""
+    if kind.__bases__ != (tuple,) or not hasattr(kind, "_fields") or kind.__iter__ is not tuple.__iter__:
         return False
     return str(getattr(kind.__new__, "__globals__", {}).get("__name__")).startswith("namedtuple_")

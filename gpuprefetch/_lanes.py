@@ -95,7 +95,7 @@ class HostLane(_DirectLane):
         self._skip_keys = skip_keys
 
     def prepare(self, record: Record) -> None:
-        leaves = _batch.leaves(record.batch, self._skip_keys)
+        leaves, kept = _batch.sort_out(record.batch, self._skip_keys)
         moved = {id(leaf): leaf for leaf in leaves}
         for leaf in leaves:
             memory = _batch.tensors_in(leaf)
@@ -103,7 +103,7 @@ class HostLane(_DirectLane):
                 moved[id(leaf)] = _batch.move(leaf, torch.device("cpu"))
             else:
                 record.versions += [(tensor, tensor._version) for tensor in memory if not tensor.is_inference()]
-        if any(tensor.is_cuda for tensor in _batch.skipped_tensors(record.batch, self._skip_keys)):
+        if any(tensor.is_cuda for tensor in _batch.tensors_in(*kept)):
             torch.cuda.current_stream().synchronize()  # what stays there is the consumer's, on whatever stream
         record.batch = _batch.replace(record.batch, moved, self._skip_keys)
 

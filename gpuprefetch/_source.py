@@ -12,10 +12,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
+from gpuprefetch._dataset import fetches_one_by_one
 from gpuprefetch._samples import Batch, Samples
 from gpuprefetch._seeds import SeededDataset, Seeds
 
 Collate = Callable[[Any], Any]
+
+_ORIGINALS = "_before_gpuprefetch"
 
 
 class Source:
@@ -40,14 +43,19 @@ class Source:
         self._numbers = itertools.count()
         self._iterator = _begun(loader) if seeds is None else seeds.call("order", _begun_alike, loader)
         self._is_the_users = self._iterator is loader
+        self._give_back: Callable[[], None] | None = None
         self.loads_in_processes = isinstance(self._iterator, _MultiProcessingDataLoaderIter)
         self.samples: Samples | None = None
         if isinstance(self._iterator, _SingleProcessDataLoaderIter):
             # A subclass may look at what its fetcher gives.
             is_torchs_own = type(self._iterator) is _SingleProcessDataLoaderIter
+            fetcher = self._iterator._dataset_fetcher
             if self._is_the_users:  # who may go on with it by hand
                 adapt_collate, seeds = _as_it_is, None
-            _own_fetcher(self._iterator, adapt_collate if is_torchs_own else _as_it_is, seeds)
+            # A thread that loads whole batches may have one buffer for all, of which a collated batch is a copy.
+            if not is_torchs_own or (num_threads > 1 and not fetches_one_by_one(fetcher.dataset)):
+                adapt_collate = _as_it_is
+            self._give_back = _own_fetcher(fetcher, adapt_collate, seeds)
             if num_threads > 1 and is_torchs_own:
                 self.samples = _spread(self._iterator, num_threads)
 
@@ -61,6 +69,9 @@ class Source:
         to be collected. One that runs, in another thread, sees its own end."""
         if self.samples is not None:
             self.samples.close()
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:  # the loader may have given the same iterator to others, who go on with it
+            give_back()
         iterator, self._iterator = self._iterator, iter(())
         close = getattr(iterator, "close", None)
         if callable(close) and not self._is_the_users and not getattr(iterator, "gi_running", False):
@@ -127,15 +138,15 @@ def _raise(errors: list[BaseException]) -> Iterator[Any]:
     yield
 
 
-def _own_fetcher(
-    source: _SingleProcessDataLoaderIter, adapt_collate: Callable[[Collate], Collate], seeds: Seeds | None
-) -> None:
+def _own_fetcher(fetcher: Any, adapt_collate: Callable[[Collate], Collate], seeds: Seeds | None) -> Callable[[], None]:
     """Adapts the collate function, seeds samples, and turns StopIteration out of ``dataset[i]`` or ``collate_fn`` into
-    an error.
+    an error. The result puts all back, unless another epoch has meanwhile.
 
     The loader would take that for the end. On the epoch's own fetcher, never on the user's loader.
     """
-    fetcher = source._dataset_fetcher
+    _give_back(fetcher, getattr(fetcher, _ORIGINALS, {}))  # from an epoch that has not ended
+    originals = {"collate_fn": fetcher.collate_fn, "dataset": fetcher.dataset}
+    setattr(fetcher, _ORIGINALS, originals)
     if getattr(fetcher, "auto_collation", False):
         fetcher.collate_fn = adapt_collate(fetcher.collate_fn)
     if isinstance(fetcher, _utils.fetch._MapDatasetFetcher):
@@ -146,6 +157,14 @@ def _own_fetcher(
         fetcher.fetch = _without_stop_iteration(fetch)  # type: ignore[method-assign]
     elif isinstance(fetcher, _utils.fetch._IterableDatasetFetcher):  # whose dataset ends by StopIteration
         fetcher.collate_fn = _without_stop_iteration(fetcher.collate_fn)
+    return functools.partial(_give_back, fetcher, originals)
+
+
+def _give_back(fetcher: Any, originals: dict[str, Any]) -> None:
+    if vars(fetcher).get(_ORIGINALS) is originals:
+        for name in ("fetch", _ORIGINALS):  # the class has a fetch(), too
+            vars(fetcher).pop(name, None)
+        vars(fetcher).update(originals)
 
 
 def _without_stop_iteration(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,10 @@ On the planted device a copy is done at once, so what streams and events have to
 marked ``gpu`` do that.
 """
 
+import collections
 import sys
 import threading
+import types
 import weakref
 
 import numpy as np
@@ -19,7 +21,7 @@ from planted import HOST, Planted, planted_cuda, planted_device
 from test_property import EXAMPLES, batches, drawn, plans
 from torch.utils.data import DataLoader, default_collate
 
-from gpuprefetch import _copy_lane
+from gpuprefetch import PrefetchIterator, _batch, _copier, _copy_lane
 from gpuprefetch._batch import leaves
 from gpuprefetch._copier import Copier
 from gpuprefetch._extension import extension
@@ -305,12 +307,121 @@ def test_an_epoch_that_ends_while_its_thread_waits_for_room_holds_nothing(num_th
 
     it = iter(Planted(DataLoader(Watched(400, shape=(MIB,)), batch_size=4), "cpu", num_threads=num_threads))
     next(it)
-    ready = it._epoch._ready
+    ready = it._epoch._ready._items
     assert eventually(lambda: len(made) >= 12 and ready.qsize() == 1, collect=False)  # the third one waits
     epoch = weakref.ref(it._epoch)
     it.close()
     del it
     assert eventually(lambda: epoch() is None and all(ref() is None for ref in made), collect=False)
+
+
+def test_a_constructor_that_was_interrupted_leaves_a_ring_to_the_next(monkeypatch):
+    """Where its traceback is kept, as notebooks do, its share of the ring is, too."""
+
+    class Fresh(Planted):
+        copier = Copier(HOST)
+
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted(*size, pin_memory, **options):
+        if interrupts:
+            raise interrupts.pop()
+        return torch.empty(*size, **options)
+
+    monkeypatch.setattr(_copier.torch, "empty", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        next(iter(Fresh(passed_on([torch.ones(4)]), "cpu")))
+    assert Fresh.copier._ring is None
+    with Fresh(passed_on([torch.ones(4)]), "cpu") as prefetched:
+        assert vals(prefetched) == [1] and Fresh.copier._ring is not None
+    del kept
+
+
+@pytest.mark.parametrize("at", ["_drop_ring", "_make_ring"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_ring_fits_again_after_an_interrupt(at, before, monkeypatch):
+    copier = Copier(HOST)
+    function, interrupts = getattr(copier, at), []
+
+    def interrupted(*arguments):
+        if before and interrupts:
+            raise interrupts.pop()
+        function(*arguments)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(copier, at, interrupted)
+    copier.open(1, MIB)
+    interrupts.append(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        copier.open(2, 2 * MIB)
+    copier.open(3, MIB)
+    assert copier._ring.nbytes == 2 * MIB
+    copier.close(2)
+    assert copier._ring.nbytes == MIB
+    copier.close_all()
+    assert copier._ring is None
+
+
+def test_a_thread_may_fill_a_buffer_of_its_own_with_each_batch(monkeypatch):
+    """As default_collate allows, which copies it."""
+    made_by, filled_again = {}, threading.Event()
+
+    class Buffers(Ramp):
+        buffers = threading.local()
+
+        def __getitems__(self, indices):
+            if not hasattr(self.buffers, "one"):
+                self.buffers.one = torch.empty(4, MIB)
+            for place, i in enumerate(indices):
+                self.buffers.one[place] = i
+            made_by[indices[0]] = threading.get_ident()
+            if 0 in made_by and list(made_by.values()).count(made_by[0]) > 1:
+                filled_again.set()
+            return list(self.buffers.one)
+
+    prepare = _copy_lane.CopyLane.prepare
+
+    def late(self, record):
+        assert filled_again.wait(20)
+        prepare(self, record)
+
+    monkeypatch.setattr(_copy_lane.CopyLane, "prepare", late)
+    loader = DataLoader(Buffers(100), batch_size=4)
+    with Planted(loader, "cpu", num_threads=2, prefetch_batches=20) as prefetched:
+        assert [batch[:, 0].tolist() for batch in prefetched] == [list(range(i, i + 4)) for i in range(0, 100, 4)]
+
+
+class Resumable:
+    """Gives the loader's own iterator, and can go on with it."""
+
+    def __init__(self, loader):
+        self.iterator = iter(loader)
+
+    def __iter__(self):
+        return self.iterator
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_an_iterator_that_others_go_on_with_is_left_as_it_was(num_threads):
+    resumable = Resumable(DataLoader([torch.full((3,), float(i)) for i in range(80)], batch_size=2))
+    with Planted(resumable, "cpu", num_threads=num_threads) as prefetched:
+        assert next(prefetched).tolist() == [[0] * 3, [1] * 3]
+    following = next(resumable.iterator)
+    assert following.shape == (2, 3)
+    assert all(batch.shape == (2, 3) for batch in PrefetchIterator(resumable, "cpu"))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_iterator_that_two_epochs_have_is_left_as_it_was(first):
+    resumable = Resumable(DataLoader([torch.full((3,), float(i)) for i in range(80)], batch_size=2))
+    plain = vars(resumable.iterator._dataset_fetcher).copy()
+    epochs = [iter(Planted(resumable, "cpu", num_threads=0)), iter(PrefetchIterator(resumable, "cpu", num_threads=0))]
+    assert all(next(epoch).shape == (2, 3) for epoch in epochs)
+    epochs.pop(first).close()
+    assert next(epochs[0]).shape == (2, 3)
+    epochs[0].close()
+    assert vars(resumable.iterator._dataset_fetcher) == plain and next(resumable.iterator).shape == (2, 3)
 
 
 # --- what moves by itself ---------------------------------------------------------------------------------------------
@@ -331,14 +442,56 @@ class Records(Moves):
         self.recorded_by = threading.current_thread().name
 
 
+OUT_OF_SIGHT = []
+
+
 class Opaque:
     """Its tensor can't be found, so it moves at the hand-over."""
 
     def __init__(self, tensor, moved_by=None):
-        self.get, self.moved_by = (lambda: tensor), moved_by
+        self.number, self.moved_by = len(OUT_OF_SIGHT), moved_by
+        OUT_OF_SIGHT.append(tensor)
+
+    def get(self):
+        return OUT_OF_SIGHT[self.number]
 
     def to(self, device, non_blocking=False):
         return Opaque(self.get().clone(), threading.current_thread().name)
+
+
+class Holds(Moves):
+    """The same by way of something else."""
+
+    def __init__(self, tensor, wrap):
+        self.wrap, self.held = wrap, wrap(tensor)
+
+    def to(self, device, non_blocking=False):
+        (tensor,) = _batch.tensors_in(self.held)
+        return type(self)(tensor.clone(), self.wrap)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda t: types.SimpleNamespace(t=t), lambda t: {t}, lambda t: lambda: t, lambda t: collections.deque([[t]])],
+    ids=["namespace", "set", "closure", "deque"],
+)
+def test_all_tensors_of_an_object_that_moved_are_recorded(wrap, device):
+    device.forget_recorded()
+    (batch,) = Planted(passed_on([Holds(torch.ones(4), wrap)]), "cpu")
+    (tensor,) = _batch.tensors_in(batch.held)
+    assert is_recorded(tensor, device)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_the_consumer_waits_for_what_is_handed_over_as_it_is(num_threads, monkeypatch):
+    """It may hold what the dataset has made on the device."""
+    waited_for = []
+    monkeypatch.setattr(_copy_lane.CopyLane, "_wait_for_loading", lambda self, record, found: waited_for.extend(found))
+    a, b, c = (torch.ones(1) for _ in range(3))
+    batch = {"x": types.SimpleNamespace(a=a), "skip": [b], "y": [{"skip": c}, "name", 3]}
+    (out,) = Planted(passed_on([batch]), "cpu", num_threads=num_threads, skip_keys={"skip"})
+    assert out["x"] is batch["x"] and out["skip"] is batch["skip"] and out["y"][0]["skip"] is c
+    assert {id(tensor) for tensor in waited_for} == {id(a), id(b), id(c)}
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])

@@ -48,6 +48,14 @@ class Fields(tuple):
         return super().__new__(cls, (x,))
 
 
+class Scaled(typing.NamedTuple):
+    x: torch.Tensor
+    y: int
+
+    def __iter__(self):
+        return iter((self.x.float() / 255, self.y))
+
+
 Doubled = collections.namedtuple("Doubled", "x y")
 Doubled.__new__ = functools.wraps(Doubled.__new__)(lambda cls, x, y: tuple.__new__(cls, (x * 2, y)))
 
@@ -124,6 +132,7 @@ SAMPLES = {
     "namedtuple that checks": (0, lambda i: Checked(image(i), i)),
     "a tuple with fields": (0, lambda i: Fields(image(i))),
     "namedtuple with a __new__ put in": (0, lambda i: Doubled(image(i), i)),
+    "namedtuple with an __iter__ of its own": (0, lambda i: Scaled(image(i), i)),
 }
 
 

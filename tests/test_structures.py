@@ -8,17 +8,19 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import logging
 import operator
 import types
 import typing
 import warnings
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from gpuprefetch import PrefetchIterator, _batch
 
@@ -307,6 +309,21 @@ def test_a_mapping_that_makes_its_values_anew_does_not_silently_stay(device):
     assert out["lazy"]["t"].device.type == device or any("Lazy" in str(w.message) for w in caught)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_namedtuple_is_its_fields_whatever_it_gives_when_it_is_iterated(device):
+    class Scaled(typing.NamedTuple):
+        x: torch.Tensor
+        y: torch.Tensor
+
+        def __iter__(self):
+            return iter((self.x * 10, self.y))
+
+    out = deliver(Scaled(torch.ones(2), torch.zeros(1)), device)
+    assert type(out) is Scaled and out.x.device.type == out.y.device.type == device
+    if device != "meta":
+        assert [tensor.tolist() for tensor in out] == [[10, 10], [0]]
+
+
 # --- dataclasses ------------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +414,34 @@ def test_dataclasses_keep_type_and_fields(device, threads):
     assert not hasattr(unset, "never")
     with pytest.raises(dataclasses.FrozenInstanceError):
         frozen.name = "b"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_dataclass_has_computed_of_its_tensors_is_computed_again(device):
+    @dataclasses.dataclass
+    class Sample:
+        x: torch.Tensor
+
+        @functools.cached_property
+        def twice(self):
+            return self.x * 2
+
+    sample = Sample(torch.ones(2))
+    kept = sample.twice
+    out = deliver(sample, device)
+    assert out.x.device.type == out.twice.device.type == device
+    assert sample.twice is kept
+
+
+def test_a_dataclass_whose_field_cant_be_set_is_handed_over_as_it_is():
+    @dataclasses.dataclass
+    class Sample:
+        x: torch.Tensor
+
+    sample = Sample(torch.ones(2))
+    Sample.x = property(lambda self: self.__dict__["x"])
+    with pytest.warns(UserWarning, match="can't rebuild a .*Sample"):
+        assert deliver(sample, "meta") is sample
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -1272,8 +1317,26 @@ def test_tensors_in_objects():
         def to(self, device):
             return self
 
+    class Mangled(Slots):
+        __slots__ = ("__two",)
+
+        def __init__(self, one, two):
+            super().__init__(one)
+            self.__two = two
+
     value = Both(a, [b, {"k": Frozen(c, "n")}, ToDevice(d)])
     assert {id(tensor) for tensor in _batch.tensors_in(value)} == {id(t) for t in (a, b, c, d)}
+    hidden = [types.SimpleNamespace(x=a), {b}, lambda: c, functools.partial(print, [d])]
+    for thing, tensor in zip(hidden, [a, b, c, d], strict=True):
+        assert identical(_batch.tensors_in(Both(thing, None)), [tensor])
+    assert {id(tensor) for tensor in _batch.tensors_in(Mangled(a, [b]))} == {id(a), id(b)}
+
+    class Tagged(torch.Tensor):
+        pass
+
+    tagged = torch.ones(1).as_subclass(Tagged)
+    tagged.scores = a
+    assert {id(tensor) for tensor in _batch.tensors_in(tagged)} == {id(tagged), id(a)}
     assert _batch.tensors_in(object()) == _batch.tensors_in(3) == _batch.tensors_in("s") == []
     packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
     assert {id(packed.data), id(packed.sorted_indices), id(packed.unsorted_indices)} <= {
@@ -1282,7 +1345,7 @@ def test_tensors_in_objects():
 
 
 def test_tensors_in_an_object_are_its_own():
-    """A reference to a module, a logger or a model is no part of a batch."""
+    """A reference to a module, a class, a logger, a model or a dataset is no part of a batch."""
     everything = types.ModuleType("everything")
     everything.stranger = torch.ones(1)
 
@@ -1291,5 +1354,8 @@ def test_tensors_in_an_object_are_its_own():
 
     own = torch.ones(1)
     value = Encoding(own)
+    Encoding.shared = torch.ones(1)
     value.library, value.logger = everything, logging.getLogger("gpuprefetch-test")
+    value.model, value.dataset = torch.nn.Linear(1, 1), TensorDataset(torch.ones(1))
+    value.gone = weakref.proxy(Encoding(own))
     assert identical(_batch.tensors_in(value), [own])
