@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import numbers
 import operator
 import os
@@ -120,21 +119,19 @@ class CachedDataset(Dataset[Any]):
     def _keep(self, kept: _Kept, key: Hashable, index: Any, sample: Any) -> bool:
         """Keeps a copy of the sample, if it fits."""
         size = bytes_in(sample)
-        reserved = math.ceil(size * kept.growth)
-        if not self._takes(kept, index, size, reserved):
+        if not self._takes(kept, index, size, size):
             return False
         fits = False
         try:
             made = copied(sample, self._device)
             wait_for_copies(made)
-            taken = bytes_in(made)  # a list is longer than its items need, and its copy by another number
-            with self._lock:
-                kept.growth = max(kept.growth, taken / max(size, 1))
-            fits = self._takes(kept, index, taken, taken - reserved)
+            # A list is longer than its items need, and its copy by another number: how much it takes is known only now.
+            taken = bytes_in(made)
+            fits = self._takes(kept, index, taken, taken - size)
         finally:
             if not fits:
                 with self._lock:
-                    kept.bytes -= reserved
+                    kept.bytes -= size
         if fits:
             kept[key] = made
         return fits
@@ -183,12 +180,11 @@ def emptied_caches() -> Iterator[None]:
 class _Kept(dict[Hashable, Any]):
     """Samples, and what they come to."""
 
-    __slots__ = ("bytes", "growth", "warned")
+    __slots__ = ("bytes", "warned")
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
-        self.growth = 1.0  # the most that a copy has taken, over its sample
         self.warned = False  # that one does not fit
 
 

@@ -311,18 +311,24 @@ def test_copies_that_are_longer_than_their_samples_count():
     assert 40_000 < sum(map(bytes_in, cache._kept.values())) <= cache._kept.bytes <= 50_000
 
 
-def test_what_will_not_fit_is_copied_once_at_most(monkeypatch):
+def test_a_small_copy_that_is_longer_than_its_sample_leaves_room_for_large_ones():
+    """That of an object with little in it is more than twice as long."""
+    cache, dataset = cached(lambda i: Holder(None if i == 0 else torch.zeros(1 << 18)), max_bytes=5 << 19)
+    for _ in range(2):
+        for i in range(3):
+            cache[i]
+    assert dataset.asked == [0, 1, 2]
+
+
+def test_what_is_too_large_itself_is_not_copied(monkeypatch):
     made = []
     monkeypatch.setattr(_cached_dataset, "copied", lambda sample, *device: made.append(sample) or copied(sample))
-    cache = CachedDataset([[[i], [i], [i], [i]] for i in range(200)], max_bytes=50_000)
+    cache, _ = cached(ramp, max_bytes=5 * 16)
     with pytest.warns(RuntimeWarning, match="does not fit"):
-        for i in range(200):
-            cache[i]
-    kept = len(cache._kept)
-    assert len(made) == 2 * kept  # to keep, and to give
-    for i in range(200):
-        cache[i]
-    assert len(made) == 3 * kept
+        for _ in range(2):
+            for i in range(N):
+                cache[i]
+    assert len(made) == 3 * 5  # to keep, and to give twice
 
 
 # --- emptied for a while
