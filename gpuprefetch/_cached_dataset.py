@@ -150,7 +150,7 @@ class CachedDataset(Dataset[Any]):
 
     def _warn(self, kept: _Kept, index: Any, size: int) -> None:
         total = ""
-        with contextlib.suppress(TypeError):  # a dataset without a length
+        with contextlib.suppress(Exception):  # whatever a dataset without a length raises: the sample is there
             total = f" of {len(self)}"
         warnings.warn(
             f"the sample at index {index!r} takes {size} bytes and does not fit into max_bytes={self._max_bytes} of a "

@@ -282,15 +282,22 @@ def test_the_warning_points_at_whoever_asks(wrap):
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
 
 
-def test_a_dataset_without_a_length():
-    class Keyed(Dataset):
-        def __getitem__(self, key):
-            return torch.zeros(10)
+class Keyed(Dataset):
+    def __getitem__(self, key):
+        return torch.zeros(10)
 
-    cache = CachedDataset(Keyed(), 1)
+
+class KeyedWithoutEnd(Keyed):
+    def __len__(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind, error", [(Keyed, TypeError), (KeyedWithoutEnd, NotImplementedError)])
+def test_a_dataset_without_a_length(kind, error):
+    cache = CachedDataset(kind(), 1)
     with pytest.warns(RuntimeWarning, match="the sample at index 'x' .* 0 samples are kept so far"):
-        cache["x"]
-    with pytest.raises(TypeError):
+        assert len(cache["x"]) == 10
+    with pytest.raises(error):
         len(cache)
 
 
