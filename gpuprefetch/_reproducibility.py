@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gpuprefetch._arguments import LARGEST_SEED, MOST_THREADS, checked_bool, checked_device, checked_int
 from gpuprefetch._dataloader_x import DataLoaderX
@@ -25,6 +25,11 @@ _ORDER = (
     "first index, from a global generator, as torch's own do, or from a seed of its own and the epoch"
 )
 _DRAW_FROM = "Draw from gpuprefetch.sample_generator() or sample_rng() in dataset[i]"
+_WITHOUT_THREADS = "num_threads=0 of a PrefetchIterator"
+_PERSISTENT = (
+    "torch seeds persistent workers once, when they start, and an epoch goes on from where the one before ended. Set "
+    "persistent_workers=False"
+)
 _STATE = (
     "what the dataset gives depends on what it gave before (a generator of its own, a buffer that it fills again), on "
     "a device's generator or kernels, or on the time"
@@ -190,11 +195,19 @@ def _explanation(runs: SeededRuns, drawn: list[str], batches: int, count: int, f
     if order != runs.order() or len(order) < batches:
         return f"order: {_ORDER}"
     if drawn:
-        advice = _DRAW_FROM if count == 0 else f"{_DRAW_FROM}, or use num_threads=0 of a PrefetchIterator"
+        advice = _advice(runs.loader, or_no_threads=count > 0)
         return f"content: dataset or collate_fn draws from the global generators of {', '.join(drawn)}. {advice}"
+    if runs.loader.persistent_workers:
+        return f"content: {_PERSISTENT}"
     if count < 2:
-        return f"content: {_STATE}. {_DRAW_FROM}"
+        return f"content: {_STATE}. {_advice(runs.loader)}"
     return f"content: {_SHARED}" + ("" if first_count < 2 else f". Or {_STATE}")
+
+
+def _advice(loader: DataLoader[Any], or_no_threads: bool = False) -> str:
+    if loader.num_workers > 0 or isinstance(loader.dataset, IterableDataset):  # there a sample has no generator
+        return f"Use {_WITHOUT_THREADS}, and no generators but the global ones"
+    return f"{_DRAW_FROM}, or use {_WITHOUT_THREADS}" if or_no_threads else _DRAW_FROM
 
 
 def _steps_agree(device: torch.device, say: Callable[[str], object]) -> bool:

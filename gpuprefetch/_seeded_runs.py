@@ -30,7 +30,7 @@ class SeededRuns:
         seed: int,
         max_batches: int,
     ) -> None:
-        self._loader = loader
+        self.loader = loader
         self._device = device
         self._prefetch_batches = prefetch_batches
         self._skip_keys = skip_keys
@@ -46,7 +46,7 @@ class SeededRuns:
             self._begun(),
             emptied_caches(),  # else later runs would be given what this one has loaded
             PrefetchIterator(
-                self._loader,
+                self.loader,
                 self._device,
                 # However few samples a batch has, all threads are at work, and meet each other.
                 prefetch_batches=max(self._prefetch_batches, num_threads),
@@ -64,7 +64,7 @@ class SeededRuns:
     def order(self) -> list[list[Value]]:
         """What the sampler gives, by itself, where the order is drawn as in an epoch; at its end an error, if it raises
         one."""
-        sampler: Any = self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler
+        sampler: Any = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         given: list[list[Value]] = []
         with self._begun():
             try:
@@ -95,8 +95,8 @@ class SeededRuns:
 
     def own_generators(self) -> list[torch.Generator]:
         """Those that the loader and its samplers hold."""
-        batch_sampler = self._loader.batch_sampler
-        owners = [self._loader, self._loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
+        batch_sampler = self.loader.batch_sampler
+        owners = [self.loader, self.loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 

@@ -43,6 +43,10 @@ class DrawsGlobally(Dataset):
         return {"label": i, "image": torch.tensor([float(i), self.draw()])}
 
 
+def draw_from_torch():
+    return float(torch.rand(()))
+
+
 class SharedHandle(Dataset):
     """Record i is i, in a file that all threads seek and read. The first time that several threads are at it, two of
     them meet between their seek and their read. All else is read in turns: threads that disturbed each other by chance
@@ -357,7 +361,7 @@ def test_the_number_of_batches_is_limited(capsys):
 
 @pytest.mark.parametrize(
     "name, draw",
-    [("random", random.random), ("numpy.random", numpy.random.rand), ("torch", lambda: float(torch.rand(())))],
+    [("random", random.random), ("numpy.random", numpy.random.rand), ("torch", draw_from_torch)],
     ids=["random", "numpy", "torch"],
 )
 @pytest.mark.parametrize("count", [1, 3])
@@ -601,7 +605,21 @@ def test_an_iterable_dataset_is_tried_on_one_thread(capsys):
     assert lines[2] == "num_threads=1: two runs, 2 batches each, are equal to run 1 with num_threads=0"
     with pytest.warns(RuntimeWarning, match="this loader draws from the global generators at the same time"):
         verdict, lines = verify(None, capsys, loader=DataLoader(Stream(random.random), 4), counts=(0, 4))
-    assert verdict is False and "draws from the global generators of random" in lines[3]
+    advice = "Use num_threads=0 of a PrefetchIterator, and no generators but the global ones"
+    assert verdict is False
+    assert lines[3] == f"  content: dataset or collate_fn draws from the global generators of random. {advice}"
+    assert verify(None, capsys, loader=DataLoader(Stream(random.random), 4), counts=(0,))[0] is True
+    verdict, lines = verify(None, capsys, loader=DataLoader(Stream(random.Random(0).random), 4), counts=(0,))
+    assert verdict is False and lines[1].endswith(advice)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_workers_go_on_where_the_epoch_before_ended(persistent, capsys):
+    loader = DataLoader(DrawsGlobally(draw_from_torch), 4, num_workers=2, persistent_workers=persistent)
+    verdict, lines = verify(None, capsys, loader=loader, counts=(0,))
+    assert verdict is not persistent
+    told = lines[1].startswith("  content: torch seeds persistent workers once")
+    assert told is lines[1].endswith("Set persistent_workers=False") is persistent
 
 
 def test_a_loader_with_worker_processes_is_tried_with_one_thread(capsys):
