@@ -41,7 +41,7 @@ class Value(NamedTuple):
 
     path: str  # as one would write it behind the batch: ['images'][0]
     kind: str
-    digest: bytes | None  # None: an object whose value can't be seen
+    digest: bytes | None  # None: one whose value can't be seen
 
 
 def fingerprint(batch: Any) -> list[Value]:
@@ -116,6 +116,8 @@ def _value(path: str, value: Any) -> Value:
         if value.is_nested:  # its parts are values of their own
             return Value(path, f"nested {name} of {len(value.unbind())}", b"")
         kind = f"{name} of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        if value.is_meta:
+            return Value(path, f"meta {kind}", None)
         return Value(path, kind, _digest([_tensor_bytes(part) for part in _strided_parts(value)]))
     if isinstance(value, numpy.ndarray):
         kind = f"{name} of {value.dtype} {list(value.shape)}"

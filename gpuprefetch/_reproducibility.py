@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,10 @@ def verify_reproducibility(
     stops at the first difference. The training step is a small convolutional network, trained twice for five steps
     under the flags as they are (see ``set_seed``); it is not yours.
 
+    Some values can't be seen: a plain object with all it holds (a ``SimpleNamespace``, say; no dataclass, nor one with
+    attributes and a ``to(device)`` of its own), a memoryview, a set of other things than numbers, strings and the like,
+    a tensor on the device "meta". Only their places and types count, and the result may be True whatever they are.
+
     The global generators of Python, NumPy, the CPU and CUDA, and the torch generators that the loader and its sampler
     hold, are afterwards as they were. A dataset that keeps state of its own has moved on.
 
@@ -65,7 +69,8 @@ def verify_reproducibility(
         loader: a DataLoader, a DataLoaderX, or a PrefetchIterator of a DataLoader. None takes a small dataset that is
             reproducible.
         num_threads: numbers of threads to try, 0 to 256; the first one gives what the others are compared with.
-        verbose: prints a line for each, and for a difference where it is, of what kind, and what to do.
+        verbose: prints a line for each, and for a difference where it is, of what kind, and what to do. Types whose
+            values can't be seen are named as not compared.
         seed: 0 to 2**64 - 1. None takes that of the PrefetchIterator or DataLoaderX, else 0.
         max_batches: of each run, 1 to 1,000,000.
         device: where batches go and the step runs. None takes that of the PrefetchIterator, else the current
@@ -147,10 +152,14 @@ def _batches_agree(runs: SeededRuns, counts: list[int], say: Callable[[str], obj
                 return False
         agree = "are equal" if count == counts[0] else f"are equal to {first}"
         say(f"num_threads={count}: two runs, {len(expected)} batches each, {agree}")
-    unseen = {value.kind for values in expected for value in values if value.digest is None}
+    _tell_unseen(itertools.chain(*expected), say)
+    return True
+
+
+def _tell_unseen(values: Iterable[Value], say: Callable[[str], object]) -> None:
+    unseen = {value.kind.partition(" of ")[0] for value in values if value.digest is None}
     if unseen:
         say(f"not compared, since their values can't be seen: objects of type {', '.join(sorted(unseen))}")
-    return True
 
 
 class _Difference(NamedTuple):
@@ -211,9 +220,11 @@ def _advice(loader: DataLoader[Any], or_no_threads: bool = False) -> str:
 
 
 def _steps_agree(device: torch.device, say: Callable[[str], object]) -> bool:
-    difference = first_difference(fingerprint(train(device)), fingerprint(train(device)))
+    expected = fingerprint(train(device))
+    difference = first_difference(fingerprint(train(device)), expected)
     if difference is None:
         say(f"training step on {device}: two runs are equal")
+        _tell_unseen(expected, say)
         return True
     where, what = difference
     say(f"training step on {device}: two runs DIFFER: {where}: {what}")

@@ -585,6 +585,21 @@ def test_objects_whose_values_can_not_be_seen_are_named(capsys):
     assert lines[1] == "not compared, since their values can't be seen: objects of type Opaque, set"
 
 
+def test_tensors_without_values_are_named(capsys):
+    dataset = DrawsGlobally(random.SystemRandom().random)
+    assert verify_reproducibility(DataLoader(dataset, 4), (0,), device="meta") is True
+    unseen = "not compared, since their values can't be seen: objects of type meta Tensor"
+    assert capsys.readouterr().out.splitlines() == [
+        "num_threads=0: two runs, 6 batches each, are equal",
+        unseen,
+        "training step on meta: two runs are equal",
+        unseen,
+        "reproducible",
+    ]
+    one, other = (fingerprint(torch.empty(n, device="meta")) for n in (2, 3))
+    assert first_difference(one, other) == ("", "meta Tensor of float32 [2], but meta Tensor of float32 [3]")
+
+
 # --- loaders that threads can't share
 
 
