@@ -43,7 +43,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
             (file, number)
             for number, name in enumerate(self.classes)
             for file in sorted((folder / name).rglob("*"))
-            if file.suffix.lower() in SUFFIXES
+            if file.suffix.lower() in SUFFIXES and file.is_file()
         ]
         if not self.files:
             sys.exit(f"{folder} has no folder with images in it; there must be one for each class")
@@ -134,6 +134,8 @@ def main() -> None:
         parser.error(f"--device {options.device}: {error}")
     if options.folder is not None and not options.folder.is_dir():
         parser.error(f"there is no folder {str(options.folder)!r}")
+    if not 0 <= options.num_threads <= 256:
+        parser.error(f"--num-threads must be 0 to 256, not {options.num_threads}")
     if device.type == "cpu":
         torch.set_num_threads(1)  # else the threads of one operation wait for each other where loading has their core
 

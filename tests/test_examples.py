@@ -69,7 +69,7 @@ def test_without_pillow_one_sentence(tmp_path):
 
 def test_a_folder_without_images_is_one_sentence(tmp_path):
     pytest.importorskip("PIL")
-    (tmp_path / "class0").mkdir()
+    (tmp_path / "class0" / "x.jpg").mkdir(parents=True)  # which is none, whatever its name
     done = run([str(Path(__file__).parents[1] / "examples" / "train_images.py"), "."], tmp_path)
     assert done.returncode == 1
     assert done.stderr == ". has no folder with images in it; there must be one for each class\n"
@@ -82,6 +82,8 @@ def test_a_folder_without_images_is_one_sentence(tmp_path):
         ("gpu_dataset", ["--device", "nope"], "--device nope: "),
         ("train_images", ["--batch-size", "-1"], "argument --batch-size: -1 is not 1 or more"),
         ("train_images", ["nowhere"], "there is no folder 'nowhere'"),
+        ("train_images", ["--num-threads", "-1"], "--num-threads must be 0 to 256, not -1"),
+        ("train_images", ["--num-threads", "257"], "--num-threads must be 0 to 256, not 257"),
     ],
 )
 def test_a_wrong_argument_is_told_by_name(example, arguments, told, tmp_path):
