@@ -145,6 +145,8 @@ def test_the_launcher_and_the_way_back(tmp_path, run):
         script = "tools/train_net.py"
         ours = run("launch.py", script, "--num-workers", num_workers)
         assert ours == [f"gpuprefetch._dataloader_x {script}", *batches]
+    with pytest.raises(AssertionError, match=r"^launch.py needs a script\n"):  # all that it says
+        run("launch.py")
     assert run("tools/train_net.py", "--num-workers", "0") == ["fastreid.data.data_utils tools/train_net.py", *batches]
 
 
