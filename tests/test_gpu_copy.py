@@ -9,6 +9,7 @@ import gc
 import mmap
 import threading
 import time
+import types
 import warnings
 import weakref
 
@@ -579,7 +580,7 @@ def test_memory_that_the_dataset_made_is_not_reused_while_the_consumer_reads_it(
     ranges.assert_ramp()
 
 
-@pytest.mark.parametrize("kind", ["subclass", "sparse", "requires_grad", "object"])
+@pytest.mark.parametrize("kind", ["subclass", "sparse", "requires_grad", "object", "namespace in an object"])
 def test_memory_that_moved_by_a_to_is_not_reused_while_the_consumer_reads_it(kind, spin):
     class Holder:
         def __init__(self, x):
@@ -588,12 +589,20 @@ def test_memory_that_moved_by_a_to_is_not_reused_while_the_consumer_reads_it(kin
         def to(self, device, non_blocking=False):
             return Holder(self.x.to(device, non_blocking=non_blocking))
 
+    class Outer:
+        def __init__(self, inner):
+            self.inner, self.seen = inner, torch.ones(1)
+
+        def to(self, device, non_blocking=False):
+            return Outer(types.SimpleNamespace(x=self.inner.x.to(device, non_blocking=non_blocking)))
+
     n = 24
     make, read = {
         "subclass": (lambda x: x.as_subclass(Tagged), lambda x: x.as_subclass(torch.Tensor)),
         "sparse": (lambda x: x.view(1024, -1).to_sparse(), lambda x: x._values()),
         "requires_grad": (lambda x: x.requires_grad_(), lambda x: x.detach()),
         "object": (Holder, lambda x: x.x),
+        "namespace in an object": (lambda x: Outer(types.SimpleNamespace(x=x)), lambda x: x.inner.x),
     }[kind]
     ranges = Ranges(n)
     loader = passed_on([make(torch.full((MIB,), float(i + 1))) for i in range(n)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import torch
@@ -211,6 +212,23 @@ def test_memory_is_not_used_again_while_the_step_reads_it(make, num_threads, spi
         low[k], high[k] = flat.amin(), flat.amax()
         del flat
     assert low.tolist() == high.tolist() == list(range(24))
+
+
+@gpu
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_what_an_object_that_does_not_move_holds_is_ordered_and_kept(num_threads, spin):
+    def collate(samples):
+        spin(3)
+        return types.SimpleNamespace(flat=samples[0] * 1, by_name={"index": samples[0][:1] * 1})
+
+    low, high, index = (torch.zeros(24, device="cuda") for _ in range(3))
+    loader = DataLoader(Flat(), batch_size=1, collate_fn=collate)
+    for k, batch in enumerate(PrefetchIterator(loader, device="cuda", num_threads=num_threads)):
+        low[k] = batch.flat.amin()
+        spin(10)
+        high[k], index[k] = batch.flat.amax(), batch.by_name["index"][0]
+        del batch
+    assert low.tolist() == high.tolist() == index.tolist() == list(range(24))
 
 
 @gpu
