@@ -76,7 +76,7 @@ def _multiples(multiples: list[dict[str, Any]]) -> list[str]:
     cells = [["threads or processes", *map(str, counts), ""]]
     for family, base in bases.items():
         values = (medians.get((family, count)) for count in counts)
-        cells.append([family, *("-" if value is None else f"{value:.2f}" for value in values), f"times {base}"])
+        cells.append([f"{family}N", *("-" if value is None else f"{value:.2f}" for value in values), f"times {base}"])
     return [*(line.rstrip() for line in columns(cells)), ""]
 
 

@@ -378,7 +378,7 @@ def test_a_step_that_does_nothing_leaves_nothing_to_wait_for(loader, target):
     assert [row["wrong_repeats"] for row in measured["rows"]] == [[], []]
     said = report.table(result_of(measured, target, step="none"))
     assert "waited" not in said
-    assert "gpuprefetch  " in said and "times dataloader" in said
+    assert "gpuprefetchN  " in said and "times dataloader" in said
     assert "waited" in report.table(result_of(measured, target))
 
 

@@ -123,7 +123,8 @@ def _warn_of_sharing() -> None:
     warnings.warn(
         "with several num_threads the dataset is used by several threads at once, and so are files, databases and "
         "models that it holds. What may not be needs a lock, or one for each thread, in a threading.local: see "
-        "docs/slow-datasets.md in gpuprefetch's repository",
+        "docs/slow-datasets.md in gpuprefetch's repository. If it holds none, all is well: "
+        "warnings.filterwarnings('ignore', 'with several num_threads')",
         RuntimeWarning,
         stacklevel=callers_level(),
     )

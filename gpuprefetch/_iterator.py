@@ -238,6 +238,13 @@ class PrefetchIterator:
             kinds = f"{type(self).__name__!r} object and the {type(self._loader).__name__!r} that it wraps"
             raise AttributeError(f"{kinds} have no attribute {name!r}") from error
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            object.__setattr__(self, name, value)
+        except AttributeError as error:
+            kind = type(self).__name__
+            raise AttributeError(f"{name!r} of a {kind} can't be set; what is its loader's, is set on the loader") from error
+
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("a PrefetchIterator can't be copied or pickled: copy or pickle the loader, and wrap it again")
 

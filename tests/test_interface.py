@@ -130,7 +130,7 @@ def test_attributes_can_not_be_set(name, wrap):
     """Set on the wrapper, it would shadow the loader's without effect."""
     loader = DataLoader(Ramp(4), batch_size=2)
     p, before = wrap(loader), getattr(loader, name, None)
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="is set on the loader"):
         setattr(p, name, 5)
     assert getattr(loader, name, None) is before
     with pytest.raises(AttributeError):
