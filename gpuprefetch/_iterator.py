@@ -242,8 +242,8 @@ class PrefetchIterator:
         try:
             object.__setattr__(self, name, value)
         except AttributeError as error:
-            kind = type(self).__name__
-            raise AttributeError(f"{name!r} of a {kind} can't be set; what is its loader's, is set on the loader") from error
+            told = f"{name!r} of a {type(self).__name__} can't be set; what is its loader's, is set on the loader"
+            raise AttributeError(told) from error
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError("a PrefetchIterator can't be copied or pickled: copy or pickle the loader, and wrap it again")
