@@ -16,7 +16,6 @@ import os
 import threading
 import types
 import warnings
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Set
 from typing import Any
 
@@ -25,8 +24,9 @@ import torch
 
 _HOLDERS = (  # whose items and attributes are part of what they are in
     *(Mapping, MutableSequence, tuple, Set, types.SimpleNamespace, types.MappingProxyType),
-    *(functools.partial, types.CellType),
+    *(functools.partial, types.CellType, torch.Tensor),
 )
+_MOST_LOOKED_AT = 10_000  # some milliseconds
 _TO_IS_OTHERWISE = (torch.nn.Module, numpy.ndarray, torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 foreign = threading.RLock()
 """For other libraries' ``to``, one thread at a time: it may keep marks in module state while it copies."""
@@ -116,19 +116,46 @@ def is_moving() -> bool:
     return foreign._is_owned()  # type: ignore[attr-defined, no-any-return]
 
 
-def tensors_in(*things: Any) -> list[torch.Tensor]:
-    """The tensors that leaves, or other objects of a batch, hold their memory through: strided ones, with a storage of
-    their own.
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that a leaf holds its memory through: strided ones, with a storage of their own.
 
-    Looks into sparse tensors, wrapper subclasses, containers, closures, and into these objects and those that move
-    themselves. Any other object that they refer to is no part of a batch: a model, a logger. Empty for an opaque
-    object.
+    Looks into sparse tensors, wrapper subclasses and the attributes of objects. Empty for an opaque object.
     """
     found: dict[int, torch.Tensor] = {}
-    seen: dict[int, Any] = {}
-    for thing in things:
-        _collect_memory(thing, found, seen, is_given=True)
+    _collect_memory(value, found, set())
     return list(found.values())
+
+
+def within_reach(*things: Any) -> list[torch.Tensor]:
+    """All tensors by way of which objects of a batch may hold memory on a device: to wait for, and to record.
+
+    Those of ``tensors_in()``, what attributes, slots, containers, namespaces, dataclasses and closures hold, and again
+    what objects in these hold that move themselves. Any other object in them is no part of a batch: a model, a logger.
+    What an object refers to is the collector's word, so that no property of its own runs. The nearest come first, and
+    of very many objects the farthest are not looked at.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    near = list(things)  # grows, and keeps alive what the ids stand for
+    for place, one in enumerate(near):
+        if place >= len(things) + _MOST_LOOKED_AT:
+            break
+        if id(one) not in seen:
+            seen.add(id(one))
+            if issubclass(type(one), torch.Tensor):
+                found.update((id(part), part) for part in tensors_in(one))
+            near += (each for each in _held_by(one, place < len(things)) if type(each) not in _ATOMS)
+    return list(found.values())
+
+
+def _held_by(value: Any, is_given: bool) -> list[Any]:
+    kind: Any = type(value)  # not isinstance(), which asks a proxy for its class
+    if kind is torch.Tensor or issubclass(kind, type):
+        return []
+    if kind is types.FunctionType:
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    is_holder = issubclass(kind, _HOLDERS) or hasattr(kind, "__dataclass_fields__") or moves_itself(value)
+    return gc.get_referents(value) if is_given or is_holder else []
 
 
 def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept: list[Any]) -> None:
@@ -143,9 +170,11 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept
         elif type(child) not in _ATOMS:
             _collect(child, skip_keys, found, kept)
     if is_empty:
-        kept += [value] if gc.is_tracked(value) else []  # else it refers to nothing
+        kept += [value] if gc.is_tracked(value) else []  # else it refers to nothing that could be found
+    elif skip_keys and type(value) is dict:
+        kept += [child for key, child in value.items() if key in skip_keys]
     elif skip_keys and isinstance(value, Mapping):
-        kept += [value[key] for key in value.keys() if key in skip_keys]  # noqa: SIM118  (see _children_of_others)
+        kept.append(value)  # which may make a value only when it is asked
 
 
 def _is_leaf(value: Any) -> bool:
@@ -237,6 +266,8 @@ def _dataclass_with(value: Any, changes: dict[str, Any]) -> Any:
 def _recomputed(new: Any) -> Any:
     """Without what a ``cached_property`` has kept: it was computed of tensors that have moved since."""
     attributes = getattr(new, "__dict__", {})
+    if attributes is new:  # its items are its attributes
+        return new
     for name in [name for name in attributes if _is_cached_property(type(new), name)]:
         del attributes[name]
     return new
@@ -286,23 +317,34 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
         return []
 
 
-def _collect_memory(value: Any, found: dict[int, torch.Tensor], seen: dict[int, Any], is_given: bool = False) -> None:
-    if type(value) in _ATOMS or id(value) in seen or isinstance(value, weakref.ProxyTypes):
+def _collect_memory(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    if id(value) in seen:
         return
-    seen[id(value)] = value  # alive, so that an id stands for one of them
-    inside: list[Any] = []
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
-        parts = _parts(value)
-        found.update((id(part), part) for part in parts if _has_storage(part))
-        inside = gc.get_referents(*(part for part in parts if type(part) is not torch.Tensor))
-    elif isinstance(value, types.FunctionType):
-        inside = [value.__closure__, value.__defaults__]
-    elif isinstance(value, type):
-        pass
-    elif is_given or isinstance(value, _HOLDERS) or dataclasses.is_dataclass(value) or moves_itself(value):
-        inside = gc.get_referents(value)  # asks no code of the user's, which may make its values anew, or fail
-    for one in inside:
-        _collect_memory(one, found, seen)
+        for part in _parts(value):
+            if _has_storage(part):
+                found.setdefault(id(part), part)
+            else:
+                _collect_attributes(part, found, seen)
+        return
+    for _, child in children(value, ()):
+        _collect_memory(child, found, seen)
+    if moves_itself(value):  # not any object: a reference to a model or a logger is no part of a batch
+        _collect_attributes(value, found, seen)
+
+
+def _collect_attributes(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    for attribute in getattr(value, "__dict__", {}).values():
+        _collect_memory(attribute, found, seen)
+    for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
+        if hasattr(value, name):
+            _collect_memory(getattr(value, name), found, seen)
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -61,7 +61,7 @@ class CopyLane:
         record.stacks = [leaf for leaf in rest if isinstance(leaf, _batch.Stack)]
         others = [leaf for leaf in rest if not isinstance(leaf, _batch.Stack)]
         # What stays as it is may come from the dataset's own GPU work all the same.
-        self._wait_for_loading(record, _batch.tensors_in(*kept))
+        self._wait_for_loading(record, _batch.within_reach(*kept))
         if others:
             self._move(record, others)
 
@@ -126,7 +126,7 @@ class CopyLane:
         device = self._copier.device
         memory = {id(leaf): _batch.tensors_in(leaf) for leaf in leaves}
         tensors = [tensor for leaf in leaves for tensor in memory[id(leaf)]]
-        self._wait_for_loading(record, tensors)
+        self._wait_for_loading(record, _batch.within_reach(*leaves))
         adopted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device == device]
         record.moved.update((id(leaf), leaf) for leaf in adopted)
         moving = [leaf for leaf in leaves if id(leaf) not in record.moved]
@@ -156,13 +156,14 @@ class CopyLane:
             return
         record.finish = True  # a pinned tensor's own `to` does not wait for its bytes to be read
         stream = self._copier.stream
-        if record.loaded is not None and any(tensor.is_cuda for tensor in memory):
+        if record.loaded is not None:
             stream.wait_event(record.loaded)
         with _batch.foreign, torch.cuda.stream(stream):
             moved = _batch.move(_pinned(leaf, memory), self._copier.device, non_blocking=True)
+        parts = _batch.within_reach(moved)
         if not isinstance(leaf, torch.Tensor) and hasattr(moved, "record_stream"):
             record.recorders.append(moved)
-        elif parts := _batch.tensors_in(moved):
+        elif any(part.device == self._copier.device for part in parts):
             record.held += parts
         else:
             # Nothing in sight to record a stream on, so its memory would not be safe on the consumer's. It moves there,

@@ -240,8 +240,10 @@ class PrefetchIterator:
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
-            object.__setattr__(self, name, value)
+            super().__setattr__(name, value)
         except AttributeError as error:
+            if hasattr(type(self), name):
+                raise
             told = f"{name!r} of a {type(self).__name__} can't be set; what is its loader's, is set on the loader"
             raise AttributeError(told) from error
 
@@ -319,7 +321,8 @@ class EpochIterator:
             raise
 
     def close(self) -> None:
-        """Ends the epoch and its thread. ``next()`` then raises StopIteration."""
+        """Ends the epoch and its thread. ``next()`` then raises StopIteration, unless a later ``iter()`` has ended it
+        before."""
         self._epoch.close()
 
     def _stop(self) -> None:

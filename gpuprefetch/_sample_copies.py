@@ -146,13 +146,8 @@ def _give(made: torch.Tensor, attributes: dict[str, Any]) -> None:
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     if type(tensor) is torch.Tensor:
         return tensor.__dict__
-    slots = [name for kind in type(tensor).__mro__ for name in _slots(kind)]
+    slots = [name for kind in type(tensor).__mro__ for name in _batch._slots(kind)]
     return {**{name: getattr(tensor, name) for name in slots if hasattr(tensor, name)}, **tensor.__dict__}
-
-
-def _slots(kind: type) -> list[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def _copies_itself(tensor: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """One object used from several threads, or interrupted at an unlucky moment: refused or right, never a hang."""
 
+import collections
 import gc
 import os
 import sys
@@ -469,3 +470,16 @@ def test_skipped_values_are_not_looked_into(num_threads):
     assert out["meta"] is lazy and out["more"][0]["meta"] is lazy
     (out,) = PrefetchIterator([batch], device="meta", num_threads=num_threads, skip_keys=["meta"])
     assert out["meta"] is lazy and out["x"].device.type == "meta"
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_skipped_value_is_not_asked_for(num_threads):
+    class Video(collections.UserDict):
+        def __getitem__(self, key):
+            if key == "frames":
+                raise OSError("remote")
+            return super().__getitem__(key)
+
+    video = Video({"x": torch.ones(1), "frames": 1})
+    (out,) = PrefetchIterator([video], device="cpu", num_threads=num_threads, skip_keys=["frames"])
+    assert out is video

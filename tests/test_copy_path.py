@@ -466,7 +466,7 @@ class Holds(Moves):
         self.wrap, self.held = wrap, wrap(tensor)
 
     def to(self, device, non_blocking=False):
-        (tensor,) = _batch.tensors_in(self.held)
+        (tensor,) = _batch.within_reach(self.held)
         return type(self)(tensor.clone(), self.wrap)
 
 
@@ -478,8 +478,36 @@ class Holds(Moves):
 def test_all_tensors_of_an_object_that_moved_are_recorded(wrap, device):
     device.forget_recorded()
     (batch,) = Planted(passed_on([Holds(torch.ones(4), wrap)]), "cpu")
-    (tensor,) = _batch.tensors_in(batch.held)
+    (tensor,) = _batch.within_reach(batch.held)
     assert is_recorded(tensor, device)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_a_tensor_elsewhere_is_no_proof_that_an_objects_memory_was_found(num_threads):
+    """It moves at the hand-over, too."""
+
+    class Normalised(Opaque):
+        def __init__(self, tensor, moved_by=None):
+            super().__init__(tensor, moved_by)
+            self.mean = torch.ones(1, device="meta")
+
+        def to(self, device, non_blocking=False):
+            return Normalised(self.get().clone(), threading.current_thread().name)
+
+    (batch,) = Planted(passed_on([Normalised(torch.ones(4))]), "cpu", num_threads=num_threads)
+    assert batch.moved_by == threading.current_thread().name
+
+
+def test_what_hangs_together_in_long_chains_is_handed_over():
+    class Document:
+        def __init__(self):
+            self.first = None
+            for _ in range(20_000):
+                self.first = (self.first,)
+
+    document = Document()
+    (out,) = Planted(passed_on([{"x": torch.ones(1), "document": document}]), "cpu")
+    assert out["document"] is document
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from gpuprefetch import PrefetchIterator, _batch
 
@@ -431,6 +431,21 @@ def test_what_a_dataclass_has_computed_of_its_tensors_is_computed_again(device):
     out = deliver(sample, device)
     assert out.x.device.type == out.twice.device.type == device
     assert sample.twice is kept
+
+
+def test_an_attribute_dict_keeps_its_items():
+    class Items(dict):
+        def __init__(self, **items):
+            super().__init__(items)
+            self.__dict__ = self
+
+        @functools.cached_property
+        def lengths(self):
+            return torch.ones(1)
+
+    out = deliver(Items(x=torch.ones(2), lengths=torch.zeros(2)), "meta")
+    assert type(out) is Items and list(out) == ["x", "lengths"]
+    assert out.x is out["x"] and {out.x.device.type, out.lengths.device.type} == {"meta"}
 
 
 def test_a_dataclass_whose_field_cant_be_set_is_handed_over_as_it_is():
@@ -1317,26 +1332,8 @@ def test_tensors_in_objects():
         def to(self, device):
             return self
 
-    class Mangled(Slots):
-        __slots__ = ("__two",)
-
-        def __init__(self, one, two):
-            super().__init__(one)
-            self.__two = two
-
     value = Both(a, [b, {"k": Frozen(c, "n")}, ToDevice(d)])
     assert {id(tensor) for tensor in _batch.tensors_in(value)} == {id(t) for t in (a, b, c, d)}
-    hidden = [types.SimpleNamespace(x=a), {b}, lambda: c, functools.partial(print, [d])]
-    for thing, tensor in zip(hidden, [a, b, c, d], strict=True):
-        assert identical(_batch.tensors_in(Both(thing, None)), [tensor])
-    assert {id(tensor) for tensor in _batch.tensors_in(Mangled(a, [b]))} == {id(a), id(b)}
-
-    class Tagged(torch.Tensor):
-        pass
-
-    tagged = torch.ones(1).as_subclass(Tagged)
-    tagged.scores = a
-    assert {id(tensor) for tensor in _batch.tensors_in(tagged)} == {id(tagged), id(a)}
     assert _batch.tensors_in(object()) == _batch.tensors_in(3) == _batch.tensors_in("s") == []
     packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
     assert {id(packed.data), id(packed.sorted_indices), id(packed.unsorted_indices)} <= {
@@ -1344,8 +1341,68 @@ def test_tensors_in_objects():
     }
 
 
+def test_what_is_within_reach():
+    a, b, c, d, e = (torch.ones(1) for _ in range(5))
+
+    class Plain:
+        __slots__ = ("__private", "more", "unset")
+
+        def __init__(self, private, more=None):
+            self.__private, self.more = private, more
+
+    class Tagged(torch.Tensor):
+        pass
+
+    for thing in [
+        types.SimpleNamespace(x=a),
+        {a},
+        lambda: a,
+        lambda x=a: x,
+        functools.partial(print, [a]),
+        Frozen(a, ""),
+    ]:
+        for value in (thing, Plain(thing), Plain([thing], ToDevice(thing)), ToDevice([thing])):
+            assert identical(_batch.within_reach(value), [a])
+    tagged = torch.ones(1).as_subclass(Tagged)
+    tagged.scores = a
+    assert {id(tensor) for tensor in _batch.within_reach(tagged)} == {id(tagged), id(a)}
+    assert identical(_batch.tensors_in(tagged), [tagged])  # its memory is its own
+    coo = torch.eye(3).to_sparse()
+    assert len(_batch.within_reach(coo, {"x": [b, {"y": (c, d)}]}, e, e)) == 6
+
+
+def test_what_is_out_of_reach():
+    """A reference to another object, a class or a module is no part of a batch."""
+    stranger = types.SimpleNamespace(x=torch.ones(1))
+
+    class Trainer:
+        shared = torch.ones(1)
+
+        def __init__(self):
+            self.state = [stranger]
+
+    class Lazy:
+        """A proxy before there is something behind it."""
+
+        @property
+        def __class__(self):
+            raise RuntimeError("nothing there")
+
+    gone = weakref.proxy(Trainer())
+    value = types.SimpleNamespace(trainer=Trainer(), kind=Trainer, module=types, gone=gone, lazy=Lazy(), none=None)
+    assert _batch.within_reach(value, [value], ToDevice(value)) == []
+
+
+def test_the_nearest_tensors_of_a_large_object_are_within_reach():
+    linked = types.SimpleNamespace(x=torch.ones(1))
+    for _ in range(30_000):
+        linked = types.SimpleNamespace(next=linked)
+    own = torch.ones(1)
+    assert identical(_batch.within_reach(types.SimpleNamespace(next=linked, own=own)), [own])
+
+
 def test_tensors_in_an_object_are_its_own():
-    """A reference to a module, a class, a logger, a model or a dataset is no part of a batch."""
+    """A reference to a module, a logger or a model is no part of a batch."""
     everything = types.ModuleType("everything")
     everything.stranger = torch.ones(1)
 
@@ -1354,8 +1411,5 @@ def test_tensors_in_an_object_are_its_own():
 
     own = torch.ones(1)
     value = Encoding(own)
-    Encoding.shared = torch.ones(1)
     value.library, value.logger = everything, logging.getLogger("gpuprefetch-test")
-    value.model, value.dataset = torch.nn.Linear(1, 1), TensorDataset(torch.ones(1))
-    value.gone = weakref.proxy(Encoding(own))
     assert identical(_batch.tensors_in(value), [own])
