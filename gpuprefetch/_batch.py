@@ -7,11 +7,13 @@ them.
 from __future__ import annotations
 
 import array
+import contextlib
 import copy
 import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import os
 import threading
 import types
@@ -127,24 +129,24 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def within_reach(*things: Any) -> list[torch.Tensor]:
-    """All tensors by way of which objects of a batch may hold memory on a device: to wait for, and to record.
+    """Tensors by way of which objects may hold memory on a device, beside those of ``tensors_in()``.
 
-    Those of ``tensors_in()``, what attributes, slots, containers, namespaces, dataclasses and closures hold, and again
-    what objects in these hold that move themselves. Any other object in them is no part of a batch: a model, a logger.
-    What an object refers to is the collector's word, so that no property of its own runs. The nearest come first, and
-    of very many objects the farthest are not looked at.
+    What their attributes and slots hold, and containers, namespaces, dataclasses and closures there, and again what
+    objects in these hold that move themselves. Any other object is no part of a batch: a model, a logger. What one
+    refers to is the collector's word, so that no property of its own runs. The nearest come first, and of very many
+    the farthest are not looked at.
     """
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     near = list(things)  # grows, and keeps alive what the ids stand for
     for place, one in enumerate(near):
-        if place >= len(things) + _MOST_LOOKED_AT:
-            break
         if id(one) not in seen:
             seen.add(id(one))
-            if issubclass(type(one), torch.Tensor):
-                found.update((id(part), part) for part in tensors_in(one))
-            near += (each for each in _held_by(one, place < len(things)) if type(each) not in _ATOMS)
+            with contextlib.suppress(Exception):  # a class that can't even be asked what it has
+                if issubclass(type(one), torch.Tensor):
+                    found.update((id(part), part) for part in tensors_in(one))
+                inside = (each for each in _held_by(one, place < len(things)) if type(each) not in _ATOMS)
+                near += itertools.islice(inside, max(len(things) + _MOST_LOOKED_AT - len(near), 0))
     return list(found.values())
 
 
@@ -169,12 +171,23 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept
             found[id(child)] = child
         elif type(child) not in _ATOMS:
             _collect(child, skip_keys, found, kept)
-    if is_empty:
-        kept += [value] if gc.is_tracked(value) else []  # else it refers to nothing that could be found
-    elif skip_keys and type(value) is dict:
-        kept += [child for key, child in value.items() if key in skip_keys]
-    elif skip_keys and isinstance(value, Mapping):
-        kept.append(value)  # which may make a value only when it is asked
+    if skip_keys and isinstance(value, dict):
+        for key, child in dict.items(value):
+            if key in skip_keys:
+                _collect_kept(child, kept)
+    elif is_empty or (skip_keys and isinstance(value, Mapping)):  # which may make a value only when it is asked
+        _collect_kept(value, kept)
+
+
+def _collect_kept(value: Any, kept: list[Any]) -> None:
+    if type(value) is dict:
+        for child in value.values():
+            _collect_kept(child, kept)
+    elif type(value) in (list, tuple):
+        for child in value:
+            _collect_kept(child, kept)
+    elif gc.is_tracked(value) or isinstance(value, torch.Tensor):  # else it refers to nothing that could be found
+        kept.append(value)
 
 
 def _is_leaf(value: Any) -> bool:

@@ -126,7 +126,8 @@ class CopyLane:
         device = self._copier.device
         memory = {id(leaf): _batch.tensors_in(leaf) for leaf in leaves}
         tensors = [tensor for leaf in leaves for tensor in memory[id(leaf)]]
-        self._wait_for_loading(record, _batch.within_reach(*leaves))
+        within_reach = {id(leaf): [*memory[id(leaf)], *_batch.within_reach(leaf)] for leaf in leaves}
+        self._wait_for_loading(record, [tensor for leaf in leaves for tensor in within_reach[id(leaf)]])
         adopted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device == device]
         record.moved.update((id(leaf), leaf) for leaf in adopted)
         moving = [leaf for leaf in leaves if id(leaf) not in record.moved]
@@ -138,7 +139,8 @@ class CopyLane:
         if self._on_loader_thread and not self._native.wait_for_room(record.number, record.other_bytes):
             raise Stopped
         for leaf in moving:
-            self._move_one(record, leaf, memory[id(leaf)])
+            is_made_there = any(tensor.is_cuda for tensor in within_reach[id(leaf)])
+            self._move_one(record, leaf, memory[id(leaf)], is_made_there)
 
     def _wait_for_loading(self, record: Record, tensors: list[torch.Tensor]) -> None:
         """Makes the consumer wait for the dataset's own GPU work, and keeps the memory that it made."""
@@ -150,17 +152,17 @@ class CopyLane:
             record.loaded.record(torch.cuda.current_stream(self._copier.device))
         record.held += made  # those of other devices are not recorded
 
-    def _move_one(self, record: Record, leaf: Any, memory: list[torch.Tensor]) -> None:
+    def _move_one(self, record: Record, leaf: Any, memory: list[torch.Tensor], is_made_there: bool) -> None:
         if self._consumer_copies is not None and not isinstance(leaf, torch.Tensor):
             record.late[id(leaf)] = _own_copy(leaf)
             return
         record.finish = True  # a pinned tensor's own `to` does not wait for its bytes to be read
         stream = self._copier.stream
-        if record.loaded is not None:
+        if record.loaded is not None and is_made_there:
             stream.wait_event(record.loaded)
         with _batch.foreign, torch.cuda.stream(stream):
             moved = _batch.move(_pinned(leaf, memory), self._copier.device, non_blocking=True)
-        parts = _batch.within_reach(moved)
+        parts = [*_batch.tensors_in(moved), *_batch.within_reach(moved)]
         if not isinstance(leaf, torch.Tensor) and hasattr(moved, "record_stream"):
             record.recorders.append(moved)
         elif any(part.device == self._copier.device for part in parts):

@@ -5,6 +5,7 @@ marked ``gpu`` do that.
 """
 
 import collections
+import collections.abc
 import sys
 import threading
 import types
@@ -482,20 +483,74 @@ def test_all_tensors_of_an_object_that_moved_are_recorded(wrap, device):
     assert is_recorded(tensor, device)
 
 
-@pytest.mark.parametrize("num_threads", [0, 1])
-def test_a_tensor_elsewhere_is_no_proof_that_an_objects_memory_was_found(num_threads):
+def test_a_tensor_elsewhere_is_no_proof_that_an_objects_memory_was_found():
     """It moves at the hand-over, too."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("meta")
 
     class Normalised(Opaque):
         def __init__(self, tensor, moved_by=None):
             super().__init__(tensor, moved_by)
-            self.mean = torch.ones(1, device="meta")
+            self.mean = torch.ones(1).as_subclass(Elsewhere)
 
         def to(self, device, non_blocking=False):
             return Normalised(self.get().clone(), threading.current_thread().name)
 
-    (batch,) = Planted(passed_on([Normalised(torch.ones(4))]), "cpu", num_threads=num_threads)
+    (batch,) = Planted(passed_on([Normalised(torch.ones(4))]), "cpu")
     assert batch.moved_by == threading.current_thread().name
+
+
+class Table(collections.abc.Mapping):
+    """Its tensors are in an object that is no part of it as far as Python knows, and not to be found without asking."""
+
+    def __init__(self, x, mask, moved_by=None):
+        self.store, self.mask, self.moved_by = Store(x), mask, moved_by
+
+    def __getitem__(self, key):
+        return {"x": self.store.x}[key]
+
+    def __iter__(self):
+        return iter(["x"])
+
+    def __len__(self):
+        return 1
+
+    def to(self, device, non_blocking=False):
+        return Table(self.store.x.clone(), self.mask.clone(), threading.current_thread().name)
+
+
+class Store:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_what_a_mapping_gives_is_found_as_well(device, monkeypatch):
+    waited_for = []
+    wait = _copy_lane.CopyLane._wait_for_loading
+    monkeypatch.setattr(
+        _copy_lane.CopyLane,
+        "_wait_for_loading",
+        lambda self, record, found: (waited_for.extend(found), wait(self, record, found)),
+    )
+    device.forget_recorded()
+    table = Table(torch.ones(4), torch.zeros(4))
+    table.note = types.SimpleNamespace(y=torch.ones(2))
+    (out,) = Planted(passed_on([table]), "cpu")
+    assert out.moved_by != threading.current_thread().name
+    assert is_recorded(out["x"], device) and is_recorded(out.mask, device)
+    assert {id(tensor) for tensor in waited_for} == {id(table.mask), id(table["x"]), id(table.note.y)}
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_all_tensors_under_skipped_keys_are_waited_for(num_threads, monkeypatch):
+    """However many there are, in plain containers."""
+    waited_for = []
+    monkeypatch.setattr(_copy_lane.CopyLane, "_wait_for_loading", lambda self, record, found: waited_for.extend(found))
+    tensor = torch.ones(1)
+    batch = {"offsets": [[(i, i) for i in range(100)] for _ in range(300)], "boxes": [[{"boxes": [tensor]}]]}
+    (out,) = Planted(passed_on([batch]), "cpu", num_threads=num_threads, skip_keys=["offsets", "boxes"])
+    assert len(waited_for) == 1 and waited_for[0] is tensor
 
 
 def test_what_hangs_together_in_long_chains_is_handed_over():

@@ -1388,8 +1388,16 @@ def test_what_is_out_of_reach():
         def __class__(self):
             raise RuntimeError("nothing there")
 
+    class Unloaded(type):
+        def __getattr__(cls, name):
+            raise RuntimeError("not loaded")
+
+    class Module(metaclass=Unloaded):
+        pass
+
     gone = weakref.proxy(Trainer())
     value = types.SimpleNamespace(trainer=Trainer(), kind=Trainer, module=types, gone=gone, lazy=Lazy(), none=None)
+    value.unloaded = Module()
     assert _batch.within_reach(value, [value], ToDevice(value)) == []
 
 
