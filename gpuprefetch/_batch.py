@@ -28,7 +28,8 @@ _HOLDERS = (  # whose items and attributes are part of what they are in
     *(Mapping, MutableSequence, tuple, Set, types.SimpleNamespace, types.MappingProxyType),
     *(functools.partial, types.CellType, torch.Tensor),
 )
-_MOST_LOOKED_AT = 10_000  # some milliseconds
+_SIZED = frozenset({dict, list, tuple, set, frozenset})
+_MOST_LOOKED_AT = 1_000  # less than a millisecond
 _TO_IS_OTHERWISE = (torch.nn.Module, numpy.ndarray, torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 foreign = threading.RLock()
 """For other libraries' ``to``, one thread at a time: it may keep marks in module state while it copies."""
@@ -54,19 +55,23 @@ class Stack:
 
 def leaves(batch: Any, skip_keys: Collection[Any] = ()) -> list[Any]:
     """The tensors of a batch and its objects that move themselves, each once, in order."""
-    return sort_out(batch, skip_keys)[0]
+    return _collected(batch, skip_keys, None)
 
 
 def sort_out(batch: Any, skip_keys: Collection[Any]) -> tuple[list[Any], list[Any]]:
     """The same; and what is handed over as it is: all other objects but numbers and strings, and what is under skipped
     keys."""
-    found: dict[int, Any] = {}
     kept: list[Any] = []
+    return _collected(batch, skip_keys, kept), kept
+
+
+def _collected(batch: Any, skip_keys: Collection[Any], kept: list[Any] | None) -> list[Any]:
+    found: dict[int, Any] = {}
     try:
         _collect(batch, skip_keys, found, kept)
     except RecursionError as error:
         raise RecursionError("the batch contains itself, or is nested too deeply to be looked through") from error
-    return list(found.values()), kept
+    return list(found.values())
 
 
 def replace(batch: Any, moved: Mapping[int, Any], skip_keys: Collection[Any] = ()) -> Any:
@@ -154,13 +159,15 @@ def _held_by(value: Any, is_given: bool) -> list[Any]:
     kind: Any = type(value)  # not isinstance(), which asks a proxy for its class
     if kind is torch.Tensor or issubclass(kind, type):
         return []
+    if not is_given and kind in _SIZED and len(value) > _MOST_LOOKED_AT:
+        return []
     if kind is types.FunctionType:
         return [value.__closure__, value.__defaults__, value.__kwdefaults__]
     is_holder = issubclass(kind, _HOLDERS) or hasattr(kind, "__dataclass_fields__") or moves_itself(value)
     return gc.get_referents(value) if is_given or is_holder else []
 
 
-def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept: list[Any]) -> None:
+def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept: list[Any] | None) -> None:
     if _is_leaf(value):
         found.setdefault(id(value), value)
         return
@@ -171,7 +178,9 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept
             found[id(child)] = child
         elif type(child) not in _ATOMS:
             _collect(child, skip_keys, found, kept)
-    if skip_keys and isinstance(value, dict):
+    if kept is None:
+        return
+    if skip_keys and issubclass(type(value), dict):
         for key, child in dict.items(value):
             if key in skip_keys:
                 _collect_kept(child, kept)
@@ -182,10 +191,12 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept
 def _collect_kept(value: Any, kept: list[Any]) -> None:
     if type(value) is dict:
         for child in value.values():
-            _collect_kept(child, kept)
+            if type(child) not in _ATOMS:
+                _collect_kept(child, kept)
     elif type(value) in (list, tuple):
         for child in value:
-            _collect_kept(child, kept)
+            if type(child) not in _ATOMS:
+                _collect_kept(child, kept)
     elif gc.is_tracked(value) or isinstance(value, torch.Tensor):  # else it refers to nothing that could be found
         kept.append(value)
 
@@ -211,9 +222,7 @@ def _children_of_others(value: Any, skip_keys: Collection[Any]) -> Iterator[tupl
         for key in keys:
             if not skip_keys or key not in skip_keys:
                 yield key, value[key]
-    elif isinstance(value, tuple):
-        yield from enumerate(tuple.__iter__(value))  # a namedtuple's own __iter__ may give something else
-    elif isinstance(value, (list, MutableSequence)):
+    elif isinstance(value, (list, tuple, MutableSequence)):
         yield from enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -227,7 +236,7 @@ def _with(value: Any, changes: dict[Any, Any]) -> Any:
     if type(value) is list:
         return [changes.get(i, child) for i, child in enumerate(value)]
     if isinstance(value, tuple):
-        return _tuple_with(value, [changes.get(i, child) for i, child in children(value)])
+        return _tuple_with(value, [changes.get(i, child) for i, child in enumerate(value)])
     if isinstance(value, (MutableMapping, MutableSequence)):
         return _container_with(value, changes)
     if isinstance(value, types.MappingProxyType):
@@ -278,7 +287,10 @@ def _dataclass_with(value: Any, changes: dict[str, Any]) -> Any:
 
 def _recomputed(new: Any) -> Any:
     """Without what a ``cached_property`` has kept: it was computed of tensors that have moved since."""
-    attributes = getattr(new, "__dict__", {})
+    try:
+        attributes = object.__getattribute__(new, "__dict__")
+    except AttributeError:
+        return new
     if attributes is new:  # its items are its attributes
         return new
     for name in [name for name in attributes if _is_cached_property(type(new), name)]:

@@ -144,12 +144,14 @@ class CopyLane:
 
     def _wait_for_loading(self, record: Record, tensors: list[torch.Tensor]) -> None:
         """Makes the consumer wait for the dataset's own GPU work, and keeps the memory that it made."""
-        made = [tensor for tensor in tensors if tensor.is_cuda]
+        with torch._C.DisableTorchFunctionSubclass():
+            made = [tensor for tensor in tensors if tensor.is_cuda]
         if not made:
             return
         if record.loaded is None:
             record.loaded = torch.cuda.Event()
-            record.loaded.record(torch.cuda.current_stream(self._copier.device))
+        # Each time: to look for tensors may call code of the user's types, which launches work.
+        record.loaded.record(torch.cuda.current_stream(self._copier.device))
         record.held += made  # those of other devices are not recorded
 
     def _move_one(self, record: Record, leaf: Any, memory: list[torch.Tensor], is_made_there: bool) -> None:
@@ -162,11 +164,11 @@ class CopyLane:
             stream.wait_event(record.loaded)
         with _batch.foreign, torch.cuda.stream(stream):
             moved = _batch.move(_pinned(leaf, memory), self._copier.device, non_blocking=True)
-        parts = [*_batch.tensors_in(moved), *_batch.within_reach(moved)]
+        own, parts = _batch.tensors_in(moved), _batch.within_reach(moved)
         if not isinstance(leaf, torch.Tensor) and hasattr(moved, "record_stream"):
             record.recorders.append(moved)
-        elif any(part.device == self._copier.device for part in parts):
-            record.held += parts
+        elif own or any(part.device == self._copier.device for part in parts):
+            record.held += [*own, *parts]
         else:
             # Nothing in sight to record a stream on, so its memory would not be safe on the consumer's. It moves there,
             # at the hand-over; a copy of it, since the loader may write to its own meanwhile.

@@ -103,7 +103,9 @@ class HostLane(_DirectLane):
                 moved[id(leaf)] = _batch.move(leaf, torch.device("cpu"))
             else:
                 record.versions += [(tensor, tensor._version) for tensor in memory if not tensor.is_inference()]
-        if torch.cuda.is_initialized() and any(tensor.is_cuda for tensor in _batch.within_reach(*kept)):
+        others = [thing for thing in kept if isinstance(thing, torch.Tensor)]
+        others += _batch.within_reach(*kept) if torch.cuda.is_initialized() else []
+        if any(tensor.is_cuda for tensor in others):
             torch.cuda.current_stream().synchronize()  # what stays there is the consumer's, on whatever stream
         record.batch = _batch.replace(record.batch, moved, self._skip_keys)
 
