@@ -130,7 +130,7 @@ def test_no_sample_begins_during_a_step_with_a_batch_ready(opened, monkeypatch):
     epoch = iter(opened("gpuprefetch8-pausing", make, prefetch_batches=6))
     next(epoch)
     has_first.set()
-    ready = epoch.gi_frame.f_locals["epoch"]._epoch._ready
+    ready = epoch.gi_frame.f_locals["epoch"]._epoch._ready._items
     assert eventually(lambda: ready.qsize() == 2 and len(begun) == 4 * BATCH)  # 1 and 2 are ready; 3 is being loaded
     next(epoch)  # 1: the step begins, and 2 is ready
     go_on.set()

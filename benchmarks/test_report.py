@@ -47,9 +47,9 @@ def test_multiples_of_one():
     ]
     assert [line.split() for line in report._multiples(multiples)] == [
         ["threads", "or", "processes", "4", "15"],
-        ["gpuprefetch", "3.00", "-", "times", "gpuprefetch"],
-        ["workers", "3.00", "10.00", "times", "dataloader"],
-        ["nodes", "2.00", "-", "times", "nodes1"],
+        ["gpuprefetchN", "3.00", "-", "times", "gpuprefetch"],
+        ["workersN", "3.00", "10.00", "times", "dataloader"],
+        ["nodesN", "2.00", "-", "times", "nodes1"],
         [],
     ]
     assert scaling.multiples_of_one([fake_row("workers4", 1.0), fake_row("thread", 2.0)]) == []
