@@ -7,10 +7,9 @@ import queue
 import signal
 import sys
 import threading
-import time
 
 import pytest
-from loaders import Gate, Ramp, eventually, stands_in, threads, vals
+from loaders import Gate, Ramp, eventually, stands_in, threads, vals, within
 from torch.utils.data import DataLoader
 
 from gpuprefetch import DataLoaderX, PrefetchIterator
@@ -53,19 +52,22 @@ def ctrl_c():
 
 
 def test_a_mailbox_wakes_its_reader_at_once():
-    mailbox, reader = Mailbox(), threading.current_thread()
+    mailbox, readers = Mailbox(), []
+
+    def read():
+        readers.append(threading.current_thread())
+        return mailbox.get(timeout=600)
 
     def put():
-        assert stands_in("get", reader)
+        assert eventually(lambda: readers) and stands_in("get", readers[0])
         mailbox.put("item")
 
     threading.Thread(target=put, daemon=True).start()
-    started = time.monotonic()
-    assert mailbox.get(timeout=60) == "item" and time.monotonic() - started < 40
+    assert within(40, read) == "item"
     mailbox.put("item")
     assert mailbox.get() == "item"
     with pytest.raises(queue.Empty):  # at once, by the item that was there before the reader
-        mailbox.get(timeout=60)
+        within(40, lambda: mailbox.get(timeout=600))
     with pytest.raises(queue.Empty):
         mailbox.get(timeout=0.01)
 
