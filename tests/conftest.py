@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import pytest
 import torch
 from gpu_marker import pytest_runtest_setup as pytest_runtest_setup
 from loaders import bytes_of, eventually, threads
+from planted import planted_cuda, planted_device
 
 import gpuprefetch
 
@@ -35,6 +37,13 @@ def quick_collections() -> None:
     """What torch and earlier tests have left is looked at here once: else each collection takes a tenth of a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+    """The host, in place of a CUDA device, for all tests of a module."""
+    with planted_device(tmp_path_factory.mktemp("planted")) as planted, planted_cuda():
+        yield planted
 
 
 @pytest.fixture

@@ -44,6 +44,11 @@ def planted_device(folder):
         planted.remove_again()
 
 
+def is_recorded(tensor, planted):
+    """Invariant 2, as far as it can be seen here."""
+    return planted.times_recorded(tensor.untyped_storage().data_ptr()) > 0
+
+
 def host_stream(*_, **__):
     return torch.Stream(stream_id=0, device_index=0, device_type=0)
 

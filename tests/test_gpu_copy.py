@@ -16,7 +16,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from loaders import THREADS, Ramp, eventually, vals, within
+from loaders import THREADS, Ramp, eventually, passed_on, vals, within
 from torch.utils.data import DataLoader
 
 from gpuprefetch import PrefetchIterator
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 PIECE = 4 * MIB  # of a ring of 32 MiB or more
 DEFAULT_RING = 64 * MIB
-
-
-def passed_on(batches):
-    """A loader that gives these batches as they are."""
-    return DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
 
 
 class Ranges:
