@@ -100,6 +100,18 @@ for milliseconds in (0.02, 0.5, 20):
     )
 
 
+@trial("none-resting", "no thread rests while the loop waits for none")
+def none_resting(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from gpuprefetch._crew import Crew
+
+    class NoneRests(Crew):
+        def rest(self) -> None:
+            pass
+
+    with prefetched(THREADS, loader, target, prefetch_batches) as batches:
+        yield EachEpoch(batches, iter, mock.patch("gpuprefetch._source.Crew", NoneRests))
+
+
 @trial("pausing", "no sample begins while the loop launches its step and has the next batch ready")
 def pausing(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     may_begin = threading.Event()

@@ -25,6 +25,7 @@ from gpuprefetch._arguments import (
 from gpuprefetch._calling_thread import CallingThreadEpoch
 from gpuprefetch._copier import DEFAULT_PINNED_BYTES, Copier, Share
 from gpuprefetch._copy_lane import CopyLane
+from gpuprefetch._crew import Enough
 from gpuprefetch._environment import Environment
 from gpuprefetch._epoch import Epoch
 from gpuprefetch._lanes import HostLane, Lane, ToLane
@@ -63,13 +64,13 @@ class PrefetchIterator:
             interleaves with what the loop draws on the CPU. More, up to 256, fetch and collate the samples of a
             DataLoader's map-style dataset, which they share: dataset and ``collate_fn`` must stand being used by
             several threads at once and must not fill one buffer again and again, and what they draw from global
-            generators is no longer repeatable. Order and errors are those of one thread. A dataset with
-            ``__getitems__`` is asked for whole batches, so that no more than ``prefetch_batches`` threads are busy; nor
-            are more with a ``batch_size`` of 1 or None. The threads are new in each epoch. The loader's ``num_workers``
-            must be 0; one that is no such DataLoader is iterated by one thread, with a warning. 0 loads on the calling
-            thread, inside ``next()``, for datasets that are bound to it or that hold the GIL; staging and copying still
-            overlap, one batch ahead (so a sample that is a view of the dataset's memory is read until the ``next()``
-            after the one that loaded it).
+            generators is no longer repeatable. Order and errors are those of one thread. While the loop waits for no
+            batch only as many load as it needs, and the others rest. A dataset with ``__getitems__`` is asked for whole
+            batches, so that no more than ``prefetch_batches`` threads are busy; nor are more with a ``batch_size`` of 1
+            or None. The threads are new in each epoch. The loader's ``num_workers`` must be 0; one that is no such
+            DataLoader is iterated by one thread, with a warning. 0 loads on the calling thread, inside ``next()``, for
+            datasets that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead (so a
+            sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded it).
         skip_keys: keys of mappings, at any depth, whose values stay as they are.
         seed: 0 to 2**64 - 1, or None. With it an epoch depends on the seed and on its own number alone, for any
             ``num_threads``: the order, where a DataLoader's sampler draws it before the first index, as torch's do, and
@@ -102,6 +103,7 @@ class PrefetchIterator:
         "__weakref__",
         "_beginning",
         "_device",
+        "_enough",
         "_epochs",
         "_implicit",
         "_loader",
@@ -131,6 +133,7 @@ class PrefetchIterator:
         self._loader = checked_loader(loader)
         self._prefetch_batches = checked_int("prefetch_batches", prefetch_batches, 1, _MOST_BATCHES)
         self._num_threads = checked_threads(num_threads, self._loader)
+        self._enough = Enough(self._num_threads) if self._num_threads > 1 else None
         self._skip_keys = checked_skip_keys(skip_keys)
         self._seed = checked_seed(seed, self._num_threads, self._loader)
         self._next_epoch = 0
@@ -270,7 +273,7 @@ class PrefetchIterator:
         share = self._open()
         lane = self._lane(share)
         seeds = None if self._seed is None else Seeds(self._seed, self._next_epoch)
-        source = Source(self._loader, lane.collate, self._num_threads, seeds)
+        source = Source(self._loader, lane.collate, self._num_threads, seeds, self._enough)
         self._next_epoch += 1
         environment = Environment(self._device)
         epoch: Epoch

@@ -145,7 +145,7 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         super().__init__(source, lane, timeout, environment, prefetch_batches)
         self._samples = samples
         self._crashed: BaseException | None = None
-        places = range(1, samples.num_threads + 1)
+        places = range(1, samples.crew.size + 1)
         self._workers += [_threads.Worker("sample", self._fetch, place) for place in places]
 
     def start(self) -> None:
@@ -165,6 +165,14 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
     def _first_waits_at(self) -> queue.SimpleQueue[Any]:
         return self._samples.complete
 
+    def _wait(self) -> Record:
+        crew, waits = self._samples.crew, self._ready.empty()
+        crew.come(self._samples.unfinished(), waits)
+        try:
+            return super()._wait()
+        finally:
+            crew.leave(waits)
+
     def _permit(self) -> None:
         self._samples.request()
 
@@ -182,14 +190,14 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         """A sample thread's work."""
         self._start_after(place)
         try:
-            with self._environment.entered(sharing=self._samples.num_threads):
+            with self._environment.entered(sharing=self._samples.crew.size):
                 self._samples.work()
         except BaseException as error:  # of the environment: what samples raise belongs to their batch
             self._crash(error)
 
     def _start_after(self, place: int) -> None:
         """Starts the thread after the one at ``place``, which this one is."""
-        if place == self._samples.num_threads or self._stopped:
+        if place == self._samples.crew.size or self._stopped:
             return
         try:
             self._workers[place + 1].start(self.stop)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 import torch
 
+from gpuprefetch._crew import Crew
 from gpuprefetch._dataset import fetches_one_by_one
 
 
@@ -77,7 +78,7 @@ class Samples:
         dataset: fetched from by ``__getitems__`` where it has that, a batch in one call, as a DataLoader does.
         collate: from the samples of a batch to the batch.
         auto_collation: False where a batch is what ``dataset[index]`` gives for one index.
-        num_threads: of the threads that call ``work()``.
+        crew: of the threads that call ``work()``.
     """
 
     def __init__(
@@ -86,19 +87,21 @@ class Samples:
         dataset: Any,
         collate: Callable[[Any], Any],
         auto_collation: bool,
-        num_threads: int,
+        crew: Crew,
     ) -> None:
         self._indices = indices
         self._dataset = dataset
         self._collate: Any = collate
         self._auto_collation = auto_collation
         self._splits = auto_collation and fetches_one_by_one(dataset)
-        self.num_threads = num_threads
+        self.crew = crew
         self._tasks: queue.SimpleQueue[tuple[Batch, range] | _Task] = queue.SimpleQueue()
         self.complete: queue.SimpleQueue[Any] = queue.SimpleQueue()  # no Batch: stopped, or the consumer is gone
         self._early: dict[int, Batch] = {}  # complete before one that comes before them
         self._given = 0
+        self._requested = 0  # batches
         self._lock = threading.Lock()  # of what follows and of a batch's slices and errors; no code of the user's in it
+        self._completed = 0  # batches, with or without an error
         self._wanted = 0  # batches to be drawn
         self._is_drawing = False
         self._drawn = 0
@@ -108,13 +111,19 @@ class Samples:
 
     def request(self) -> None:
         """Lets one more batch be loaded. For the consumer."""
+        self._requested += 1
         self._tasks.put(_Task.DRAW)
+
+    def unfinished(self) -> int:
+        """How many batches were requested and are not complete. For the consumer."""
+        return self._requested - self._completed
 
     def stop(self) -> None:
         """Ends all waits, and each thread after the sample that it is at. May be called from anywhere."""
         self._stopped = True
         self.complete.put(None)
-        for _ in range(self.num_threads):
+        self.crew.stop()
+        for _ in range(self.crew.size):
             self._tasks.put(_Task.END)
 
     def close(self) -> None:
@@ -152,6 +161,7 @@ class Samples:
             else:
                 self._load(*task)
             del task  # it would keep the batch until the next one comes
+            self.crew.rest()
 
     def _draw_all(self) -> None:
         """Draws a batch, or leaves that to the thread that is drawing."""
@@ -194,7 +204,7 @@ class Samples:
 
     def _slice_size(self, samples: int) -> int:
         """So many that each thread has one slice at most."""
-        return max(1, -(-samples // self.num_threads))
+        return max(1, -(-samples // self.crew.size))
 
     def _own(self, indices: Any) -> Any:
         """The indices, apart from an object that the sampler may fill again for its next batch."""
@@ -243,6 +253,8 @@ class Samples:
         return self._stopped or (self._last is not None and self._last < batch.number)
 
     def _put(self, batch: Batch) -> None:
+        with self._lock:
+            self._completed += 1
         if not self._stopped:
             self.complete.put(batch)
 

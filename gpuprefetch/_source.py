@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
+from gpuprefetch._crew import Crew, Enough
 from gpuprefetch._dataset import fetches_one_by_one
 from gpuprefetch._samples import Batch, Samples
 from gpuprefetch._seeds import SeededDataset, Seeds
@@ -28,8 +29,9 @@ class Source:
     thread, the second would interleave with what the caller draws meanwhile.
 
     ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch. With several
-    ``num_threads`` the samples come from ``samples``; the threads for it are the caller's to make. With none, ``seeds``
-    seed what a batch draws from the global generators: in a loader thread the step would draw from them meanwhile.
+    ``num_threads``, as many of which load as are ``enough``, the samples come from ``samples``; the threads for it are
+    the caller's to make. With none, ``seeds`` seed what a batch draws from the global generators: in a loader thread
+    the step would draw from them meanwhile.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Source:
         adapt_collate: Callable[[Collate], Collate],
         num_threads: int = 1,
         seeds: Seeds | None = None,
+        enough: Enough | None = None,
     ) -> None:
         self._seeds_each_batch = seeds if num_threads == 0 else None
         self._numbers = itertools.count()
@@ -56,8 +59,8 @@ class Source:
             if not is_torchs_own or (num_threads > 1 and not fetches_one_by_one(fetcher.dataset)):
                 adapt_collate = _as_it_is
             self._give_back = _own_fetcher(fetcher, adapt_collate, seeds)
-            if num_threads > 1 and is_torchs_own:
-                self.samples = _spread(self._iterator, num_threads)
+            if enough is not None and is_torchs_own:
+                self.samples = _spread(self._iterator, Crew(enough))
 
     def __next__(self) -> Any:
         if self._seeds_each_batch is None:
@@ -104,12 +107,12 @@ def _begun_alike(loader: Iterable[Any]) -> Iterator[Any]:
     return _begun(loader)
 
 
-def _spread(source: _SingleProcessDataLoaderIter, num_threads: int) -> Samples | None:
+def _spread(source: _SingleProcessDataLoaderIter, crew: Crew) -> Samples | None:
     """Puts threads between the iterator's sampler and its fetcher."""
     fetcher = source._dataset_fetcher
     if not isinstance(fetcher, _utils.fetch._MapDatasetFetcher):
         return None
-    samples = Samples(source._sampler_iter, fetcher.dataset, fetcher.collate_fn, fetcher.auto_collation, num_threads)
+    samples = Samples(source._sampler_iter, fetcher.dataset, fetcher.collate_fn, fetcher.auto_collation, crew)
     source._sampler_iter = samples
     fetcher.fetch = Batch.result  # type: ignore[method-assign]
     return samples
