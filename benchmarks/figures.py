@@ -45,7 +45,6 @@ def block(name: str) -> str:
         "earlier": throughput_tables.earlier,
         "windows fix": throughput_tables.windows_fix,
         "threads loading": functools.partial(throughput_tables.threads, "loading"),
-        "threads resnet50": functools.partial(throughput_tables.threads, "resnet50"),
         "threads resnet50-graph": functools.partial(throughput_tables.threads, "resnet50-graph"),
         "slow datasets": other_tables.slow_datasets,
         "first batch": other_tables.first_batch,
@@ -53,7 +52,8 @@ def block(name: str) -> str:
         "copies": other_tables.copies,
         "ready batches": other_tables.ready_batches,
         "gil takes": other_tables.gil_takes,
-        "contention": other_tables.contention,
+        "contention": functools.partial(other_tables.contention, "contention"),
+        "resting": functools.partial(other_tables.contention, "resting"),
     }
     if name not in writers:
         raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")

@@ -39,15 +39,15 @@ def first_batch_table(name: str) -> str:
     return f"{told(result, epochs, *left_out(result))}\n\n{markdown(first_batch_script.table(result))}"
 
 
-def contention() -> str:
+def contention(name: str) -> str:
     """What a step takes with each row over one of gpuprefetch8, a column for each file, as contention-pil.json."""
-    results = {name.removeprefix("contention-"): read(name) for name in names("contention-*")}
+    results = {found.removeprefix(f"{name}-"): read(found) for found in names(f"{name}-*")}
     if not results:
-        raise Unwritable("there is no contention-*.json in benchmarks/results")
+        raise Unwritable(f"there is no {name}-*.json in benchmarks/results")
     rows = {row["name"]: row["description"] for result in results.values() for row in result["rows"]}
     lines = [["row", "what it is", *results]]
-    for name, description in rows.items():
-        lines.append([name, description, *(_over_eight_threads(result, name) for result in results.values())])
+    for row, description in rows.items():
+        lines.append([row, description, *(_over_eight_threads(result, row) for result in results.values())])
     heads = [f"{told(result)} {' '.join(left_out(result))}".rstrip() for result in results.values()]
     return "\n\n".join([*heads, markdown(lines)])
 

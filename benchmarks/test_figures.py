@@ -87,7 +87,7 @@ def test_threads_beside_processes(monkeypatch):
         "pil", "loading", dataloader=99.0, gpuprefetch=100.0, workers1=160.0, gpuprefetch8=16.0, workers8=20.0
     )
     made |= a_result("opencv", "loading", gpuprefetch8=5.0)
-    made |= a_result("pil", "resnet50", gpuprefetch4=60.25, workers4=50.0)
+    made |= a_result("pil", "resnet50-graph", gpuprefetch4=60.25, workers4=50.0)
     monkeypatch.setattr(throughput_tables, "cells", lambda: made)
     assert figures.block("threads loading").splitlines() == [
         "| samples/s |  | 1 | 8 | time of 8 over 8 processes |",
@@ -97,7 +97,7 @@ def test_threads_beside_processes(monkeypatch):
         "| PIL | threads | 100 | 625 | 0.80 |",
         "| PIL | processes | 62 | 500 |  |",
     ]
-    assert figures.block("threads resnet50").splitlines()[2:] == [
+    assert figures.block("threads resnet50-graph").splitlines()[2:] == [
         "| PIL | threads | 60.2 |  |",
         "| PIL | processes | 50.0 |  |",
         "",
