@@ -75,6 +75,7 @@ def run(
         for row in (row for row in rows if row.name in footprints):
             progress.set_description(f"untimed: {row.name}")
             target.restore_intra_op_threads()
+            gc.collect()  # a forked worker that collects what other rows left aborts at a tensor on the device
             with _excused(row, left_out):
                 sources[row.name] = open_rows.enter_context(row.make(loader, target, prefetch_batches))
                 _warm_up(sources[row.name], plan, target)
