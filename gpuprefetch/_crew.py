@@ -7,7 +7,6 @@ many, loading falls behind, and all are called back; while the loop waits nobody
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 
@@ -40,7 +39,8 @@ class Enough:
 
 
 class Crew:
-    """The threads of an epoch, all of which begin at work.
+    """The threads of an epoch, all of which begin at work. In a block of ``with`` the consumer takes a batch: nobody
+    comes to rest then, nor before the first one.
 
     The consumer takes no lock here: a signal handler may stop the epoch or draw from it, in the middle of any line.
     """
@@ -48,35 +48,43 @@ class Crew:
     def __init__(self, enough: Enough) -> None:
         self.size = enough.most
         self._enough = enough
-        self._resting: collections.deque[threading.Lock] = collections.deque()  # what each one waits for
+        self._resting: list[threading.Lock] = []  # what each one waits for
         self._coming_to_rest = threading.Lock()  # for one at a time: of two that see one too many, one goes on
-        self._waits = 0  # of the consumer: a signal handler may wait inside another wait
+        self._inside = 0  # blocks: a signal handler may take a batch inside one
+        self._has_taken = False
         self._stopped = False
 
-    def come(self, unfinished: int, waits: bool) -> None:
-        """The consumer has come for a batch. ``leave()`` follows.
+    def __enter__(self) -> Crew:
+        self._inside += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_taken = True
+        self._inside -= 1
+
+    def adapt(self, unfinished: int, waits: bool) -> None:
+        """Learns what was enough, and calls back who is needed. At the beginning of the block.
 
         Args:
             unfinished: batches that threads were asked for and have not loaded yet.
             waits: the batch is not there.
         """
-        self._waits += waits
-        if unfinished == 0:  # so if it waits, then for the copy
-            self._enough.were_idle()
-            return
-        if waits and self._resting:
-            self._enough.were_too_few()
-        else:
-            self._enough.were_busy()
-        if waits or unfinished > 1:  # with two in the making it will wait soon
+        if self._inside > 1:  # whatever the outer block has seen: what was there for it is taken now
             self._call_back()
-
-    def leave(self, waits: bool) -> None:
-        """The consumer has the batch, or gave up."""
-        self._waits -= waits
+        elif not self._has_taken or self._stopped:
+            pass  # the beginning and the end tell nothing
+        elif unfinished == 0:  # so if it waits, then for the copy
+            self._enough.were_idle()
+        else:
+            if waits and self._resting:
+                self._enough.were_too_few()
+            else:
+                self._enough.were_busy()
+            if waits or unfinished > 1:  # with two in the making it will wait soon
+                self._call_back()
 
     def rest(self) -> None:
-        """Waits while enough others are at work and the consumer does not wait. For a thread with nothing in hand."""
+        """Waits while enough others are at work and the consumer takes no batch. For a thread with nothing in hand."""
         with self._coming_to_rest:
             if self._is_needed() or self.size - len(self._resting) <= self._enough.threads:
                 return
@@ -93,9 +101,12 @@ class Crew:
         self._call_back()
 
     def _is_needed(self) -> bool:
-        return self._waits > 0 or self._stopped
+        return self._inside > 0 or not self._has_taken or self._stopped
 
     def _call_back(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._resting.pop().release()
+        """Ctrl-C may arrive after any call: one that was called back and is still listed is no harm, the reverse is."""
+        for called_back in self._resting[:]:
+            with contextlib.suppress(RuntimeError):  # called back already
+                called_back.release()
+            with contextlib.suppress(ValueError):  # off the list already
+                self._resting.remove(called_back)

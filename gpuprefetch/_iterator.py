@@ -64,13 +64,14 @@ class PrefetchIterator:
             interleaves with what the loop draws on the CPU. More, up to 256, fetch and collate the samples of a
             DataLoader's map-style dataset, which they share: dataset and ``collate_fn`` must stand being used by
             several threads at once and must not fill one buffer again and again, and what they draw from global
-            generators is no longer repeatable. Order and errors are those of one thread. While the loop waits for no
-            batch only as many load as it needs, and the others rest. A dataset with ``__getitems__`` is asked for whole
-            batches, so that no more than ``prefetch_batches`` threads are busy; nor are more with a ``batch_size`` of 1
-            or None. The threads are new in each epoch. The loader's ``num_workers`` must be 0; one that is no such
-            DataLoader is iterated by one thread, with a warning. 0 loads on the calling thread, inside ``next()``, for
-            datasets that are bound to it or that hold the GIL; staging and copying still overlap, one batch ahead (so a
-            sample that is a view of the dataset's memory is read until the ``next()`` after the one that loaded it).
+            generators is no longer repeatable. Order and errors are those of one thread. As long as batches are ready
+            in time only as many threads load as the loop needs; when it has to wait all do. A dataset with
+            ``__getitems__`` is asked for whole batches, so that no more than ``prefetch_batches`` threads are busy; nor
+            are more with a ``batch_size`` of 1 or None. The threads are new in each epoch. The loader's ``num_workers``
+            must be 0; one that is no such DataLoader is iterated by one thread, with a warning. 0 loads on the calling
+            thread, inside ``next()``, for datasets that are bound to it or that hold the GIL; staging and copying still
+            overlap, one batch ahead (so a sample that is a view of the dataset's memory is read until the ``next()``
+            after the one that loaded it).
         skip_keys: keys of mappings, at any depth, whose values stay as they are.
         seed: 0 to 2**64 - 1, or None. With it an epoch depends on the seed and on its own number alone, for any
             ``num_threads``: the order, where a DataLoader's sampler draws it before the first index, as torch's do, and

@@ -166,12 +166,9 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         return self._samples.complete
 
     def _wait(self) -> Record:
-        crew, waits = self._samples.crew, self._ready.empty()
-        crew.come(self._samples.unfinished(), waits)
-        try:
+        with self._samples.crew as crew:
+            crew.adapt(self._samples.unfinished(), waits=self._ready.empty())
             return super()._wait()
-        finally:
-            crew.leave(waits)
 
     def _permit(self) -> None:
         self._samples.request()

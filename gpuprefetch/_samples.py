@@ -172,7 +172,10 @@ class Samples:
             self._is_drawing = True
         while True:
             with self._lock:
-                if self._wanted == 0 or self._last is not None or self._stopped:
+                if self._last is not None:
+                    self._completed += self._wanted  # nothing comes of these
+                    self._wanted = 0
+                if self._wanted == 0 or self._stopped:
                     self._is_drawing = False
                     return
                 self._wanted -= 1

@@ -6,30 +6,37 @@ import time
 
 import pytest
 from loaders import Ramp, eventually, stands_in, threads, within
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch import PrefetchIterator
 from gpuprefetch._crew import LEAST_PATIENCE, MOST_PATIENCE, Crew, Enough
+from gpuprefetch._samples import Samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:with several num_threads")
 
 
+def begun(size):
+    """A crew whose loop has its first batch."""
+    crew = Crew(Enough(size))
+    takes(crew, unfinished=2, waits=True)
+    return crew
+
+
 @pytest.fixture
 def crew():
-    crew = Crew(Enough(4))
+    crew = begun(4)
     yield crew
     crew.stop()
 
 
+def takes(crew, unfinished=0, waits=False):
+    with crew:
+        crew.adapt(unfinished, waits)
+
+
 def is_idle(crew, batches=1):
     for _ in range(batches):
-        crew.come(unfinished=0, waits=False)
-        crew.leave(waits=False)
-
-
-def is_too_few(crew):
-    crew.come(unfinished=1, waits=True)
-    crew.leave(waits=True)
+        takes(crew)
 
 
 def rest(crew, count):
@@ -64,14 +71,13 @@ def test_one_rests_once_all_were_idle_for_some_batches(crew):
 def test_threads_that_are_busy_when_a_batch_is_asked_for_are_not_idle(crew):
     for _ in range(5):
         is_idle(crew, LEAST_PATIENCE - 1)
-        crew.come(unfinished=1, waits=False)
-        crew.leave(waits=False)
+        takes(crew, unfinished=1)
     assert all_go_on(rest(crew, 4))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_the_last_one_never_rests(size):
-    crew = Crew(Enough(size))
+    crew = begun(size)
     is_idle(crew, 2 * size * LEAST_PATIENCE)
     made = rest(crew, size)
     assert resting(crew) == size - 1
@@ -83,15 +89,60 @@ def test_nobody_rests_while_the_loop_waits(crew):
     is_idle(crew, 3 * LEAST_PATIENCE)
     made = rest(crew, 4)
     assert resting(crew) == 3
-    crew.come(unfinished=1, waits=True)
-    assert resting(crew) == 0 and all_go_on(made)
-    assert all_go_on(rest(crew, 4))
-    crew.come(unfinished=1, waits=True)  # in a signal handler
-    crew.leave(waits=True)
-    assert all_go_on(rest(crew, 4)), "the first one waits still"
-    crew.leave(waits=True)
+    with crew:
+        crew.adapt(unfinished=1, waits=True)
+        assert resting(crew) == 0 and all_go_on(made)
+        assert all_go_on(rest(crew, 4))
     rest(crew, 4)
     assert resting(crew) == 2, "one more is at work from then on"
+
+
+def test_a_batch_that_a_signal_handler_takes_may_be_the_one_that_was_there(crew):
+    """So the loop waits, and does not know."""
+    is_idle(crew, 3 * LEAST_PATIENCE)
+    made = rest(crew, 4)
+    with crew:
+        takes(crew)
+        assert resting(crew) == 0 and all_go_on(made)
+        crew.adapt(unfinished=0, waits=False)  # as it was before the handler came
+        assert all_go_on(rest(crew, 4))
+    rest(crew, 4)
+    assert resting(crew) == 3
+
+
+def test_nobody_rests_before_the_first_batch_is_taken():
+    crew = Crew(Enough(3))
+    for _ in range(4 * LEAST_PATIENCE):
+        crew._enough.were_idle()  # in an epoch before
+    assert all_go_on(rest(crew, 3))
+    with crew:
+        crew.adapt(unfinished=2, waits=True)
+        assert all_go_on(rest(crew, 3))
+    made = rest(crew, 3)
+    assert resting(crew) == 2, "and to wait for it was no mistake"
+    crew.stop()
+    assert all_go_on(made)
+
+
+def test_an_interrupt_leaves_nobody_at_rest(crew):
+    """Who is off the list was called back before."""
+    calls = 0
+
+    class Interrupting(list):
+        def remove(self, called_back):
+            nonlocal calls
+            calls += 1
+            super().remove(called_back)
+            if calls == 1:
+                raise KeyboardInterrupt
+
+    is_idle(crew, 3 * LEAST_PATIENCE)
+    crew._resting = Interrupting()
+    made = rest(crew, 4)
+    with pytest.raises(KeyboardInterrupt):
+        takes(crew, unfinished=1, waits=True)
+    crew.stop()
+    assert all_go_on(made) and resting(crew) == 0 and calls == 3
 
 
 def test_who_comes_to_rest_as_the_wait_begins_goes_on(crew, monkeypatch):
@@ -107,11 +158,9 @@ def test_all_are_called_back_when_two_batches_are_in_the_making(crew):
     """Not only when the loop waits: with a long look-ahead that is late."""
     is_idle(crew, 2 * LEAST_PATIENCE)
     made = rest(crew, 4)
-    crew.come(unfinished=1, waits=False)
-    crew.leave(waits=False)
+    takes(crew, unfinished=1)
     assert resting(crew) == 2
-    crew.come(unfinished=2, waits=False)
-    crew.leave(waits=False)
+    takes(crew, unfinished=2)
     assert resting(crew) == 0 and all_go_on(made)
     rest(crew, 4)
     assert resting(crew) == 2, "as many as before are enough"
@@ -121,7 +170,7 @@ def test_nobody_is_called_back_for_what_is_loaded_already(crew):
     """It is on its way to the device: no sample thread can help."""
     is_idle(crew, LEAST_PATIENCE)
     rest(crew, 4)
-    crew.come(unfinished=0, waits=True)
+    takes(crew, unfinished=0, waits=True)
     assert resting(crew) == 1
 
 
@@ -133,18 +182,18 @@ def test_after_each_mistake_it_takes_twice_as_long_until_one_rests(crew):
         is_idle(crew)
         rest(crew, 4)
         assert resting(crew) == 1, patience
-        is_too_few(crew)
+        takes(crew, unfinished=1, waits=True)
         patience *= 2
     for _ in range(3):
         is_idle(crew, MOST_PATIENCE)
         rest(crew, 4)
         assert resting(crew) == 1, "that is the most"
-        is_too_few(crew)
+        takes(crew, unfinished=1, waits=True)
 
 
 def test_to_wait_for_all_of_them_is_no_mistake(crew):
     for _ in range(10):
-        is_too_few(crew)
+        takes(crew, unfinished=1, waits=True)
     is_idle(crew, LEAST_PATIENCE)
     rest(crew, 4)
     assert resting(crew) == 1
@@ -232,6 +281,39 @@ def test_the_next_epoch_knows_how_many_are_enough():
 
 def enough(epoch):
     return epoch._epoch._samples.crew._enough.threads
+
+
+def indices(ends):
+    yield [0]
+    if ends == "by an error":
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by an error"])
+def test_what_is_asked_for_beyond_the_end_is_not_unfinished(ends, crew):
+    samples = Samples(indices(ends), Ramp(1), default_collate, True, crew)
+    for _ in range(5):
+        samples.request()
+    assert samples.unfinished() == 5
+    thread = threading.Thread(target=samples.work, name="test-work", daemon=True)
+    thread.start()
+    assert eventually(lambda: samples.unfinished() == 0, collect=False)
+    samples.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_the_beginning_and_the_end_of_an_epoch_tell_nothing():
+    """Nothing is loaded yet, or any more, though it was asked for."""
+    enough_for = Enough(4)
+    for _ in range(LEAST_PATIENCE - 1):
+        enough_for.were_idle()
+    crew = Crew(enough_for)
+    takes(crew, unfinished=2, waits=True)
+    crew.stop()
+    takes(crew, unfinished=1)
+    enough_for.were_idle()
+    assert enough_for.threads == 3
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
