@@ -327,26 +327,29 @@ def test_threads_that_rest_end_with_their_epoch(how):
     assert eventually(lambda: threads() <= before)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timer that sends a signal")
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows sends no signal to a thread")
 def test_a_signal_handler_may_draw_while_the_loop_waits():
-    """What the handler draws is there, and the loop waits for the next one, which takes all threads."""
-    meeting, meets, drawn = threading.Barrier(4), threading.Event(), []
+    """It takes what the loop has waited for, which then waits for the next one: that takes all threads, too."""
+    meeting, meets, sent, drawn = threading.Barrier(4), threading.Event(), threading.Lock(), []
+    loop = threading.current_thread()
 
     def hook(i):
         if meets.is_set():
-            time.sleep(0.1)  # load
+            if sent.acquire(blocking=False):
+                assert stands_in("_wait", loop)
+                signal.pthread_kill(loop.ident, signal.SIGUSR1)
             meeting.wait(20)
 
     epoch = iter(prefetched(100, 4, hook, prefetch_batches=1))
     drawn += until_resting(epoch, 3)
+    before = signal.signal(signal.SIGUSR1, lambda *_: drawn.append(int(next(epoch)[0, 0])))
     meets.set()
-    before = signal.signal(signal.SIGALRM, lambda *_: drawn.append(int(next(epoch)[0, 0])))
     try:
-        drawn.append(int(next(epoch)[0, 0]))  # the one that is ready
-        signal.setitimer(signal.ITIMER_REAL, 0.03)
+        ready = int(next(epoch)[0, 0])
+        drawn.append(ready)
         last = int(next(epoch)[0, 0])
     finally:
         meeting.abort()  # of what is loaded ahead
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert [*drawn, last] == list(range(0, 4 * (len(drawn) + 1), 4))
+        signal.signal(signal.SIGUSR1, before)
+    assert drawn[-2:] == [ready, ready + 4] and last == ready + 8
+    assert [*drawn, last] == list(range(0, last + 4, 4))
