@@ -43,7 +43,7 @@ def _renew_foreign() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_foreign)  # a thread that a child does not have may hold it
 
-_ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # told at a glance: lists of numbers can be long
+ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # told at a glance: lists of numbers can be long
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,7 +85,7 @@ def replace(batch: Any, moved: Mapping[int, Any], skip_keys: Collection[Any] = (
     for key, child in children(batch, skip_keys):
         new = moved.get(id(child))
         if new is None:
-            if type(child) in _ATOMS:
+            if type(child) in ATOMS:
                 continue
             if _is_leaf(child):
                 return _unchanged(batch)  # it makes its values anew each time it is asked
@@ -150,7 +150,7 @@ def within_reach(*things: Any) -> list[torch.Tensor]:
             with contextlib.suppress(Exception):  # a class that can't even be asked what it has
                 if issubclass(type(one), torch.Tensor):
                     found.update((id(part), part) for part in tensors_in(one))
-                inside = (each for each in _held_by(one, place < len(things)) if type(each) not in _ATOMS)
+                inside = (each for each in _held_by(one, place < len(things)) if type(each) not in ATOMS)
                 near += itertools.islice(inside, max(len(things) + _MOST_LOOKED_AT - len(near), 0))
     return list(found.values())
 
@@ -176,7 +176,7 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept
         is_empty = False
         if type(child) is torch.Tensor:  # told at a glance, as atoms are: a batch may have hundreds
             found[id(child)] = child
-        elif type(child) not in _ATOMS:
+        elif type(child) not in ATOMS:
             _collect(child, skip_keys, found, kept)
     if kept is None:
         return
@@ -191,11 +191,11 @@ def _collect(value: Any, skip_keys: Collection[Any], found: dict[int, Any], kept
 def _collect_kept(value: Any, kept: list[Any]) -> None:
     if type(value) is dict:
         for child in value.values():
-            if type(child) not in _ATOMS:
+            if type(child) not in ATOMS:
                 _collect_kept(child, kept)
     elif type(value) in (list, tuple):
         for child in value:
-            if type(child) not in _ATOMS:
+            if type(child) not in ATOMS:
                 _collect_kept(child, kept)
     elif gc.is_tracked(value) or isinstance(value, torch.Tensor):  # else it refers to nothing that could be found
         kept.append(value)
@@ -362,14 +362,15 @@ def _collect_memory(value: Any, found: dict[int, torch.Tensor], seen: set[int]) 
 def _collect_attributes(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
     for attribute in getattr(value, "__dict__", {}).values():
         _collect_memory(attribute, found, seen)
-    for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
+    for name in (name for kind in type(value).__mro__ for name in slots(kind)):
         if hasattr(value, name):
             _collect_memory(getattr(value, name), found, seen)
 
 
-def _slots(kind: type) -> list[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else list(slots)
+def slots(kind: type) -> list[str]:
+    """The names that the class itself, none of its bases, has given slots."""
+    names = kind.__dict__.get("__slots__", ())
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

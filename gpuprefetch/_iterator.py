@@ -134,7 +134,7 @@ class PrefetchIterator:
         self._loader = checked_loader(loader)
         self._prefetch_batches = checked_int("prefetch_batches", prefetch_batches, 1, _MOST_BATCHES)
         self._num_threads = checked_threads(num_threads, self._loader)
-        self._enough = Enough(self._num_threads) if self._num_threads > 1 else None
+        self._enough = Enough(self._num_threads)
         self._skip_keys = checked_skip_keys(skip_keys)
         self._seed = checked_seed(seed, self._num_threads, self._loader)
         self._next_epoch = 0
@@ -274,7 +274,7 @@ class PrefetchIterator:
         share = self._open()
         lane = self._lane(share)
         seeds = None if self._seed is None else Seeds(self._seed, self._next_epoch)
-        source = Source(self._loader, lane.collate, self._num_threads, seeds, self._enough)
+        source = Source(self._loader, lane.collate, self._enough, seeds)
         self._next_epoch += 1
         environment = Environment(self._device)
         epoch: Epoch

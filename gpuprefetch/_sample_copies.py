@@ -73,7 +73,7 @@ def _held(value: Any) -> dict[int, Any]:
         each = waiting.pop()
         if id(each) in held:
             continue
-        if type(each) in _batch._ATOMS:  # told at a glance: lists of numbers can be long
+        if type(each) in _batch.ATOMS:  # told at a glance: lists of numbers can be long
             held[id(each)] = each
             continue
         if isinstance(each, _SHARED_BY_COPIES):
@@ -146,8 +146,8 @@ def _give(made: torch.Tensor, attributes: dict[str, Any]) -> None:
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     if type(tensor) is torch.Tensor:
         return tensor.__dict__
-    slots = [name for kind in type(tensor).__mro__ for name in _batch._slots(kind)]
-    return {**{name: getattr(tensor, name) for name in slots if hasattr(tensor, name)}, **tensor.__dict__}
+    names = [name for kind in type(tensor).__mro__ for name in _batch.slots(kind)]
+    return {**{name: getattr(tensor, name) for name in names if hasattr(tensor, name)}, **tensor.__dict__}
 
 
 def _copies_itself(tensor: torch.Tensor) -> bool:

@@ -28,21 +28,19 @@ class Source:
     A DataLoader draws its base seed in ``iter()`` and its sampler's seed with the first index. Drawn in a loader
     thread, the second would interleave with what the caller draws meanwhile.
 
-    ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch. With several
-    ``num_threads``, as many of which load as are ``enough``, the samples come from ``samples``; the threads for it are
-    the caller's to make. With none, ``seeds`` seed what a batch draws from the global generators: in a loader thread
-    the step would draw from them meanwhile.
+    ``adapt_collate`` gives what takes the place of a DataLoader's collate function in this epoch. With several threads
+    (``enough.most``) the samples come from ``samples``; to make those threads is up to the caller. With none, ``seeds``
+    seed what a batch draws from the global generators: in a loader thread the step would draw from them meanwhile.
     """
 
     def __init__(
         self,
         loader: Iterable[Any],
         adapt_collate: Callable[[Collate], Collate],
-        num_threads: int = 1,
+        enough: Enough,
         seeds: Seeds | None = None,
-        enough: Enough | None = None,
     ) -> None:
-        self._seeds_each_batch = seeds if num_threads == 0 else None
+        self._seeds_each_batch = seeds if enough.most == 0 else None
         self._numbers = itertools.count()
         self._iterator = _begun(loader) if seeds is None else seeds.call("order", _begun_alike, loader)
         self._is_the_users = self._iterator is loader
@@ -56,10 +54,10 @@ class Source:
             if self._is_the_users:  # who may go on with it by hand
                 adapt_collate, seeds = _as_it_is, None
             # A thread that loads whole batches may have one buffer for all, of which a collated batch is a copy.
-            if not is_torchs_own or (num_threads > 1 and not fetches_one_by_one(fetcher.dataset)):
+            if not is_torchs_own or (enough.most > 1 and not fetches_one_by_one(fetcher.dataset)):
                 adapt_collate = _as_it_is
             self._give_back = _own_fetcher(fetcher, adapt_collate, seeds)
-            if enough is not None and is_torchs_own:
+            if enough.most > 1 and is_torchs_own:
                 self.samples = _spread(self._iterator, Crew(enough))
 
     def __next__(self) -> Any:

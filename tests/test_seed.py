@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gpuprefetch
 from gpuprefetch import PrefetchIterator, _source
+from gpuprefetch._crew import Enough
 from gpuprefetch._dataset import fetches_one_by_one
 from gpuprefetch._seeds import Seeds
 
@@ -242,7 +243,7 @@ def test_workers_change_no_order(persistent):
 def test_an_iterator_of_the_users_is_left_as_it_is():
     iterator = iter(DataLoader(Ramp(N), 1))
     dataset, collate = iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn
-    source = _source.Source(iterator, lambda collate: lambda samples: "adapted", seeds=Seeds(5, 0))
+    source = _source.Source(iterator, lambda collate: lambda samples: "adapted", Enough(1), Seeds(5, 0))
     assert torch.equal(next(source), torch.zeros(1, 4))
     source.close()
     assert iterator._dataset_fetcher.dataset is dataset and iterator._dataset_fetcher.collate_fn is collate
