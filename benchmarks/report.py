@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoders import TORCHVISION
+from decoders import SPLIT
 from rows import split_name
 from target import headline
 
@@ -140,7 +140,7 @@ def unless_apart(row: dict[str, Any], other: dict[str, Any]) -> str:
 
 def why_below_bound(settings: dict[str, Any]) -> str:
     """What can make a row take less time than its bound, which the parts would not allow."""
-    if settings.get("decoder") == TORCHVISION.name:
+    if settings.get("decoder") in SPLIT:
         return "torch splits the operations of a sample over all its threads in the part load, over fewer in a row"
     return (
         "its parts took longer alone (on a busy machine, with a step that moves from one repeat to the next, or where "

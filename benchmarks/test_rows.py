@@ -67,7 +67,7 @@ def test_a_numbered_row_is_made_for_its_number(target):
 
 def test_every_cell_is_a_command():
     made = cells.cells()
-    assert len(made) == 27
+    assert len(made) == 29
     for name, arguments in made.items():
         options = throughput.parse_arguments(arguments)
         assert options.sync_every_step == name.endswith("-sync")
@@ -89,7 +89,7 @@ def test_every_cell_is_a_command():
 def test_cells_are_called_by_name_or_by_how_they_begin():
     assert cells.cells_called("jpeg-kernels") == ["jpeg-kernels"]
     assert cells.cells_called("threads-pil") == ["threads-pil-loading", "threads-pil-resnet50-graph"]
-    assert len(cells.cells_called("threads")) == 8
+    assert len(cells.cells_called("threads")) == 10
     assert cells.cells_called("thread") == []
 
 

@@ -323,9 +323,10 @@ def test_a_row_below_its_bound_says_why(loader, target, plan):
     result = result_of(measured, target, step="kernels", on_accelerator=True)
     assert "not to be trusted: dataloader took" in throughput.complaint(result)
     assert "its bound: its parts took longer alone" in report.table(result)
-    result["settings"]["decoder"] = "torchvision"
-    assert throughput.complaint(result) is None
-    assert "its bound: torch splits the operations" in report.table(result)
+    for name in ("torchvision", "torchvision-uint8", "torchvision-io"):
+        result["settings"]["decoder"] = name
+        assert throughput.complaint(result) is None
+        assert "its bound: torch splits the operations" in report.table(result)
 
 
 def test_without_the_package_there_is_no_result(monkeypatch, capsys):

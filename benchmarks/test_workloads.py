@@ -2,7 +2,9 @@
 
 import io
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import throughput
@@ -96,6 +98,24 @@ def test_decoders_agree_but_for_interpolation(decoder):
     make, plain = Jpeg(4, 0, None, decoder), Jpeg(4, 0, None, DECODERS["pil"])
     for index in range(4):
         assert (normalised(make(index)) - plain(index)).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("crop", [Crop(16, 0, 48, 32, False), Crop(0, 5, 20, 24, True)])
+def test_few_calls_give_the_pixels_of_the_transforms(crop):
+    """Those of the decoder, and those that the page shows."""
+    pytest.importorskip("torchvision.io", exc_type=Exception)
+    page = (Path(__file__).parents[1] / "docs/choosing-threads.md").read_text(encoding="utf-8")
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "decode_image" in code)
+    shown = {}
+    exec(code, shown)
+    data = encoded(in_quarters(), "JPEG")
+    transformed = DECODERS["torchvision"].decode(data, lambda width, height: crop)
+    few = DECODERS["torchvision-io"].decode(data, lambda width, height: crop)
+    bytes_of_file = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    of_page = shown["load"](bytes_of_file, crop.top, crop.left, crop.height, crop.width, crop.flipped)
+    for pixels in (few, of_page):
+        torch.testing.assert_close(pixels, transformed, rtol=0, atol=1e-5)
+        assert pixels.is_contiguous()  # else the copy could not gather such samples
 
 
 def test_the_files_of_a_folder(decoder, tmp_path):

@@ -19,7 +19,7 @@ import in_process  # noqa: F401  (registers the rows: so do the next two)
 import ours  # noqa: F401
 import peers  # noqa: F401
 from calibration import MIN_STEPS, make_plan
-from decoders import DECODERS, TORCHVISION, TORCHVISION_UINT8
+from decoders import DECODERS, SPLIT
 from experiment import run
 from output import check_files, finish, say, start
 from plot import draw
@@ -239,7 +239,7 @@ def complaint(result: dict[str, Any]) -> str | None:
     below = [row for row in result["rows"] if row["below_bound"]]
     if not below or not settings["on_accelerator"] or settings["step"] != "kernels":
         return None
-    if settings["decoder"] in (TORCHVISION.name, TORCHVISION_UINT8.name):
+    if settings["decoder"] in SPLIT:
         return None
     named = ", ".join(
         f"{row['name']} took {row['ms_per_step']['median']:.2f} ms a step, its bound {row['bound_ms']['median']:.2f} ms"

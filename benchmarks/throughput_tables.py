@@ -47,7 +47,8 @@ README_ROWS = {
 }
 DECODERS = {  # in the order of their tables
     "opencv": "OpenCV",
-    "torchvision": "torchvision.io",
+    "torchvision-io": "torchvision.io",
+    "torchvision": "torchvision.io, transforms",
     "torchvision-uint8": "the same in uint8",
     "pil": "PIL",
 }
