@@ -13,7 +13,7 @@ import gpu_dataset as gpu_dataset_script
 import ready_batches as ready_batches_script
 import slow_datasets as slow_datasets_script
 from page_text import left_out, markdown, origin, paragraph, parts_alone, told
-from result_files import Unwritable, find, names, read
+from result_files import Unwritable, find, names, ratios, read
 
 
 def calls() -> str:
@@ -53,13 +53,12 @@ def contention(name: str) -> str:
 
 
 def _over_eight_threads(result: dict[str, Any], name: str) -> str:
-    """Of one repeat, then median: these rows spread by more than most of what is tried changes."""
+    """In the same repeat: the median, and the lowest and highest."""
     row, eight = find(result, name), find(result, "gpuprefetch8")
     if row is None or eight is None:
         return ""
-    pairs = zip(row["ms_per_step"]["raw"], eight["ms_per_step"]["raw"], strict=True)
-    ratios = [own / other for own, other in pairs]
-    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f} .. {max(ratios):.2f}]"
+    found = ratios(row, eight)
+    return f"{statistics.median(found):.2f} [{min(found):.2f} .. {max(found):.2f}]"
 
 
 def gil_takes() -> str:

@@ -32,5 +32,11 @@ def names(pattern: str) -> list[str]:
     return sorted(file.stem for file in RESULTS.glob(f"{pattern}.json"))
 
 
+def ratios(row: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """What a step takes with one row over what it takes with the other, in each repeat: both ran one after the other
+    there, and from one repeat to the next the machine changes by more."""
+    return [one / two for one, two in zip(row["ms_per_step"]["raw"], other["ms_per_step"]["raw"], strict=True)]
+
+
 def find(result: dict[str, Any], name: str) -> dict[str, Any] | None:
     return next((row for row in result["rows"] if row["name"] == name), None)

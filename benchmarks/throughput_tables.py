@@ -21,7 +21,7 @@ from page_text import (
     ranged,
 )
 from report import mebibytes, setting_line, unless_apart, why_below_bound, wrongly
-from result_files import Unwritable, cells, find, read
+from result_files import Unwritable, cells, find, ratios, read
 from rows import ROWS, rows_called, split_name
 
 COLUMNS = {  # of README's table: cell and heading
@@ -201,7 +201,7 @@ def windows_fix() -> str:
 def _over(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
     if row is None or other is None:
         return ""
-    return f"{row['ms_per_step']['median'] / other['ms_per_step']['median']:.2f}{unless_apart(row, other)}"
+    return f"{statistics.median(ratios(row, other)):.2f}{unless_apart(row, other)}"
 
 
 def _ms_and_wrong(row: dict[str, Any] | None) -> str:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from loaders import Ramp
 from torch.utils.data import DataLoader
 
@@ -34,6 +35,17 @@ def test_the_loop_that_counts_batches_runs(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [[str(number), "threads:"] for number in (1, 2, 4, 8)]
     assert all(float(line.split()[2]) > 0 for line in lines)
+
+
+def test_the_loop_that_times_epochs_runs(capsys, monkeypatch):
+    page = (ROOT / "docs/choosing-threads.md").read_text(encoding="utf-8")
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "train(batch)" in code)
+    trained = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: trained.append("waited"))
+    exec(code, {"loader": DataLoader(Ramp(8), batch_size=4), "train": trained.append})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [[str(i), str(n)] for i in range(4) for n in (0, 1, 4, 8)]
+    assert [type(each) for each in trained] == [torch.Tensor, torch.Tensor, str] * 16
 
 
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([\w-]+))?\)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -159,6 +160,16 @@ def resources():
     }
 
 
+def assert_no_more_than(early):
+    last = {}
+
+    def settled():
+        last.update(resources())
+        return all(last[name] <= early[name] for name in early)
+
+    assert eventually(settled, 5), (early, last)
+
+
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("fresh", [False, True], ids=["one object", "an object an epoch"])
 def test_nothing_grows_over_200_epochs(fresh, threads):
@@ -175,13 +186,19 @@ def test_nothing_grows_over_200_epochs(fresh, threads):
         assert total == 45
         if epoch == 20:
             early = resources()
-    last = {}
+    assert_no_more_than(early)
 
-    def settled():
-        last.update(resources())
-        return all(last[name] <= early[name] for name in early)
 
-    assert eventually(settled, 5), (early, last)
+def test_nothing_grows_over_a_thousand_short_epochs_of_eight_threads():
+    loader = DataLoader(Ramp(5, (MIB // 4,)), batch_size=2)
+    prefetched = PrefetchIterator(loader, device="cuda", num_threads=8)
+    early = None
+    for epoch in range(1000):
+        taken = [int(x[0, 0]) for x in itertools.islice(prefetched, epoch % 4)]  # in turn none, some and all
+        assert taken == [0, 2, 4][: epoch % 4]
+        if epoch == 100:
+            early = resources()
+    assert_no_more_than(early)
 
 
 # --- little memory ----------------------------------------------------------------------------------------------------
