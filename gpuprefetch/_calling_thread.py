@@ -42,12 +42,15 @@ class CallingThreadEpoch(Epoch):
     def _first_waits_at(self) -> queue.SimpleQueue[Any]:
         return self._jobs
 
-    def _next_record(self) -> Record:
+    def _next_record(self) -> Record | None:
         if not self._loaded_ahead:
             self._load_ahead()
         self._prepare_late()
+        self._loaded_ahead = False  # before it is taken: a signal handler that draws then loads one of its own
         record = self._wait()
-        self._loaded_ahead = False
+        if record is None:
+            self._loaded_ahead = True
+            return None
         if not record.final:
             try:
                 self._lane.assemble(record)  # first, since it lets go of what was loaded
@@ -55,7 +58,7 @@ class CallingThreadEpoch(Epoch):
                 raise
             except BaseException as error:
                 self._fail(record, error)
-        if self._lane.copies_beside and not record.final:
+        if self._lane.copies_beside and not record.final and not self._loaded_ahead:
             self._load_ahead()
         return record
 

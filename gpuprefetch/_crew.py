@@ -49,7 +49,6 @@ class Crew:
         self.size = enough.most
         self._enough = enough
         self._resting: list[threading.Lock] = []  # what each one waits for
-        self._coming_to_rest = threading.Lock()  # for one at a time: of two that see one too many, one goes on
         self._inside = 0  # blocks: a signal handler may take a batch inside one
         self._has_taken = False
         self._stopped = False
@@ -85,14 +84,17 @@ class Crew:
 
     def rest(self) -> None:
         """Waits while enough others are at work and the consumer takes no batch. For a thread with nothing in hand."""
-        with self._coming_to_rest:
-            if self._is_needed() or self.size - len(self._resting) <= self._enough.threads:
-                return
-            called_back = threading.Lock()
-            called_back.acquire()
-            self._resting.append(called_back)
-        if self._is_needed():  # since the first look: whoever says so has not seen this thread
-            self._call_back()
+        if self._is_needed() or self.size - len(self._resting) <= self._enough.threads:
+            return
+        called_back = threading.Lock()
+        called_back.acquire()
+        self._resting.append(called_back)
+        # Others may have come to rest meanwhile, or the consumer for a batch: who has not seen this one is seen by it.
+        # No lock instead: a collection may run code of the user's in it, and nobody could end that wait.
+        if self._is_needed() or self.size - len(self._resting) < self._enough.threads:
+            with contextlib.suppress(ValueError):  # called back already
+                self._resting.remove(called_back)
+            return
         called_back.acquire()
 
     def stop(self) -> None:

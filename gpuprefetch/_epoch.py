@@ -38,7 +38,7 @@ class Epoch(abc.ABC):
         self._stopped = False
         self._replaced = False  # by an epoch that goes on with the same iterator
         self._asked = False  # the lane knows of the batch that is waited for
-        self._timed_out = False
+        self._has_ended = False  # no record is put into `ready` any more
         self._workers: list[_threads.Worker] = []  # in the order in which they start; the first one fills `ready`
         self._taking = _threads.Turns()  # of consumers in several threads
 
@@ -76,18 +76,20 @@ class Epoch(abc.ABC):
         if not self._asked:
             self._lane.ask()
             self._asked = True
-        self._timed_out = False
         try:
             record = self._next_record()
-            self._asked = False
-            if not record.final:
-                return self._hand_over(record)
-        except BaseException as error:
-            if not self._timed_out:  # after a time-out the batch may still come
-                self.stop()
+            if record is not None:
+                self._asked = False
+                if not record.final:
+                    return self._hand_over(record)
+        except BaseException as error:  # one of a signal handler's among them, which may be a time-out
+            self.stop()
             if isinstance(error, StopIteration):
                 raise _not_the_end(error) from error
             raise
+        if record is None:  # and the epoch goes on: the batch may still come
+            stand = _threads.where_they_stand(self._workers)
+            raise TimeoutError(f"no batch within timeout={self._timeout} s; {stand}")
         self.stop()
         if record.error is None or isinstance(record.error, Stopped):
             raise self._end()
@@ -141,26 +143,24 @@ class Epoch(abc.ABC):
         """The queue at which the first thread waits for the consumer."""
 
     @abc.abstractmethod
-    def _next_record(self) -> Record:
-        """The next record, copied."""
+    def _next_record(self) -> Record | None:
+        """The next record, copied; None after ``timeout``."""
 
-    def _wait(self) -> Record:
+    def _wait(self) -> Record | None:
+        """Signal handlers may draw at any point of it, between taking a record and giving it, too."""
         started = time.monotonic()
         while True:
             try:
                 return self._ready.get(_threads.SLICE_SECONDS)
             except queue.Empty:
                 pass
-            if self._stopped:
+            if self._stopped or (self._has_ended and self._ready.empty()):
                 return Record(-1, ended=True)
             thread = self._workers[0].thread
             if not thread.is_alive() and self._ready.empty():
                 raise RuntimeError(f"thread {thread.name!r} is gone; was the process forked during an epoch?")
             if self._timeout and time.monotonic() - started > self._timeout:
-                self._timed_out = True
-                raise TimeoutError(
-                    f"no batch within timeout={self._timeout} s; {_threads.where_they_stand(self._workers)}"
-                )
+                return None
 
     def _load(self, number: int) -> Record:
         """Loads the next batch, on whatever thread this is, and finds out what of it has to move."""

@@ -168,7 +168,10 @@ class PrefetchIterator:
             try:
                 implicit = self._implicit
                 if implicit is None:
-                    implicit = self._implicit = self._begin()
+                    begun = self._begin()
+                    implicit = self._implicit  # of a signal handler, which has begun one meanwhile and drawn from it
+                    if implicit is None:
+                        implicit = self._implicit = begun
             finally:
                 lock.release()
         return next(implicit)

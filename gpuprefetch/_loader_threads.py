@@ -49,9 +49,10 @@ class LoaderThreadEpoch(Epoch):
     def _first_waits_at(self) -> queue.SimpleQueue[Any]:
         return self._permits
 
-    def _next_record(self) -> Record:
+    def _next_record(self) -> Record | None:
         record = self._wait()
-        self._permit()  # only now: a woken loader thread competes for the GIL
+        if record is not None:
+            self._permit()  # only now: a woken loader thread competes for the GIL
         return record
 
     def _permit(self) -> None:
@@ -73,6 +74,7 @@ class LoaderThreadEpoch(Epoch):
                             return
                         self._ready.put(record)
                         if record.final:
+                            self._has_ended = True
                             return
                         del record
                         if number == 0:
@@ -85,6 +87,7 @@ class LoaderThreadEpoch(Epoch):
             record = Record(number)
             self._fail(record, error)
             self._ready.put(record)
+            self._has_ended = True
 
     def _wait_for_permit(self) -> None:
         """Waits until the consumer has taken a batch, and lets it begin its step before it meets us at the GIL.
@@ -165,7 +168,7 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
     def _first_waits_at(self) -> queue.SimpleQueue[Any]:
         return self._samples.complete
 
-    def _wait(self) -> Record:
+    def _wait(self) -> Record | None:
         with self._samples.crew as crew:
             crew.adapt(self._samples.unfinished(), waits=self._ready.empty())
             return super()._wait()

@@ -269,12 +269,11 @@ class Samples:
             told = RuntimeError("the dataset or collate_fn raised StopIteration")
             told.__cause__ = error
             error = told
-        replaced = None
+        replaced, thread_name = None, threading.current_thread().name
         with self._lock:
             if batch.error is None or position < batch.failed_at:
                 replaced = batch.error  # dropped after the lock: that may run code of the user's
-                batch.failed_at, batch.error = position, error
-                batch.thread_name = threading.current_thread().name
+                batch.failed_at, batch.error, batch.thread_name = position, error, thread_name
         del replaced
         self._end_at(batch)
 

@@ -20,6 +20,8 @@ from loaders import bytes_of, eventually, threads
 from planted import planted_cuda, planted_device
 
 import gpuprefetch
+from gpuprefetch._record import Record
+from gpuprefetch._threads import Mailbox
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,6 +56,25 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert eventually(lambda: not threads())
     assert multiprocessing.active_children() == []
+
+
+@pytest.fixture
+def as_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Record], bool], Callable[[], object]], None]:
+    """``arrange(which, handler)`` has the handler run once, right after the first record that is ``which`` was taken
+    off its epoch's queue: as a signal handler may."""
+
+    def arrange(which: Callable[[Record], bool], handler: Callable[[], object]) -> None:
+        get, waiting = Mailbox.get, [handler]
+
+        def interrupted(mailbox: Mailbox[Record], timeout: float = 0) -> Record:
+            record = get(mailbox, timeout)
+            if waiting and which(record):
+                waiting.pop()()
+            return record
+
+        monkeypatch.setattr(Mailbox, "get", interrupted)
+
+    return arrange
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import THREADS, Ramp, bytes_of, eventually, passed_on, threads, vals
+from loaders import THREADS, Ramp, bytes_of, eventually, passed_on, threads, vals, within
 from planted import HOST, Planted, is_recorded
 from test_property import EXAMPLES, batches, drawn, plans
 from torch.utils.data import DataLoader, default_collate
@@ -30,6 +30,15 @@ pytestmark = [
 ]
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_a_signal_handler_may_draw_as_a_batch_is_taken(num_threads, as_it_is_taken):
+    """With num_threads=0, too, where what is loaded ahead is with the thread that copies."""
+    it, drawn = iter(Planted(DataLoader(Ramp(6)), "cpu", num_threads=num_threads)), []
+    as_it_is_taken(lambda record: record.number == 1, lambda: drawn.extend(vals([next(it)])))
+    assert within(20, lambda: vals(it)) == [0, 1, 3, 4, 5]
+    assert drawn == [2]
 
 
 def assert_copied(out, source, device):

@@ -124,6 +124,47 @@ def test_nobody_rests_before_the_first_batch_is_taken():
     assert all_go_on(made)
 
 
+def test_of_two_that_come_to_rest_at_once_not_both_stay(crew):
+    """Each has seen one too many, since the other was not on the list yet."""
+    both = threading.Barrier(2)
+
+    class Meeting(list):
+        def append(self, called_back):
+            both.wait(20)
+            super().append(called_back)
+
+    is_idle(crew, LEAST_PATIENCE)  # three are enough
+    crew._resting = Meeting()
+    made = [threading.Thread(target=crew.rest, daemon=True) for _ in range(2)]
+    for thread in made:
+        thread.start()
+    assert eventually(lambda: sum(thread.is_alive() for thread in made) == resting(crew) <= 1, collect=False)
+
+
+def test_what_runs_while_one_comes_to_rest_holds_up_no_other(crew):
+    """A collection may: finalizers of the user's."""
+    runs, may_end = threading.Event(), threading.Event()
+
+    class Collecting(list):
+        def append(self, called_back):
+            if threading.current_thread() is held_up:
+                runs.set()
+                may_end.wait(20)
+            super().append(called_back)
+
+    is_idle(crew, 2 * LEAST_PATIENCE)
+    crew._resting = Collecting()
+    held_up = threading.Thread(target=crew.rest, daemon=True)
+    held_up.start()
+    assert runs.wait(20)
+    (other,) = rest(crew, 1)
+    assert resting(crew) == 1
+    crew.stop()
+    assert all_go_on([other]) and held_up.is_alive()
+    may_end.set()
+    assert all_go_on([held_up])
+
+
 def test_an_interrupt_leaves_nobody_at_rest(crew):
     """Who is off the list was called back before."""
     calls = 0
