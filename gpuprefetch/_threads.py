@@ -129,8 +129,7 @@ def _stack(ident: int | None) -> str:
 
 
 def interrupt_later() -> None:
-    """Ctrl-C anew in the main thread, for a finalizer that it arrived in: raised there it goes nowhere, and so does one
-    that comes before the finalizer has ended."""
+    """Ctrl-C anew in the main thread, once the finalizer that it arrived in has ended: raised there it goes nowhere."""
     timer = threading.Timer(_LATER_SECONDS, _interrupt)
     timer.daemon = True
     timer.start()
@@ -138,10 +137,19 @@ def interrupt_later() -> None:
 
 def _interrupt() -> None:
     main = threading.main_thread().ident
+    while _is_in_finalizer(main):  # still, on a busy machine
+        time.sleep(_LATER_SECONDS)
     if hasattr(signal, "pthread_kill") and main is not None and callable(signal.getsignal(signal.SIGINT)):
         signal.pthread_kill(main, signal.SIGINT)  # which ends a wait of the system's, too
     else:
         _thread.interrupt_main()
+
+
+def _is_in_finalizer(ident: int | None) -> bool:
+    frame = None if ident is None else sys._current_frames().get(ident)
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class Mailbox(Generic[T]):

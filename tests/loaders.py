@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import textwrap
 import threading
@@ -23,6 +24,7 @@ ABOUT_PROCESSES = {
 }
 """Arguments of a DataLoader that have no effect without worker processes."""
 
+NO_GIL = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 THREADS = [0, 1] if sys.platform == "win32" else [0, 1, 3]
 """The values of ``num_threads``. Under wine each test takes its time; test_samples.py has several threads there too."""
 

@@ -4,7 +4,6 @@ import collections
 import gc
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 import warnings
@@ -12,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from loaders import THREADS, Gate, Ramp, eventually, script, stands_in, threads, vals, within
+from loaders import NO_GIL, THREADS, Gate, Ramp, eventually, script, stands_in, threads, vals, within
 from torch.utils.data import DataLoader
 
 from gpuprefetch import DataLoaderX, PrefetchIterator, _threads
@@ -397,7 +396,7 @@ def test_who_waits_for_an_epoch_that_is_replaced_is_told_so():
 
 
 @pytest.mark.skipif(
-    sys.version_info < (3, 14) and bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    NO_GIL and sys.version_info < (3, 14),
     reason="without a GIL, Python 3.13 keeps every class for ever",
 )
 def test_a_class_for_each_batch_is_not_kept():

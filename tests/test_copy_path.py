@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import THREADS, Ramp, bytes_of, eventually, passed_on, threads, vals, within
+from loaders import NO_GIL, THREADS, Ramp, bytes_of, eventually, passed_on, threads, vals, within
 from planted import HOST, Planted, is_recorded
 from test_property import EXAMPLES, batches, drawn, plans
 from torch.utils.data import DataLoader, default_collate
@@ -280,7 +280,7 @@ def test_sources_and_batches_go_without_a_collection(num_threads, without_collec
     assert eventually(lambda: all(ref() is None for ref in made + handed_over), collect=False)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_threads", [1] if NO_GIL and sys.version_info < (3, 14) else [1, 3])  # see test_samples.py
 def test_a_batch_that_is_ready_holds_no_source(num_threads, without_collection):
     made = []
     it = iter(Planted(watched(made), "cpu", num_threads=num_threads))

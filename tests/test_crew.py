@@ -43,8 +43,9 @@ def rest(crew, count):
     """``count`` threads come to rest; the result is them."""
     made = [threading.Thread(target=crew.rest, name="test-hand", daemon=True) for _ in range(count)]
     for thread in made:
+        before = resting(crew)
         thread.start()
-        assert eventually(lambda thread=thread: not thread.is_alive() or stands_in("rest", thread, 0), collect=False)
+        assert eventually(lambda thread=thread, before=before: not thread.is_alive() or resting(crew) > before)
     return made
 
 

@@ -222,8 +222,9 @@ def test_a_cpu_build_of_torch_beside_a_driver_does_not_work():
     there = "kernel32.dll" if sys.platform == "win32" else None
     fake = f"""
         import torch
-        from gpuprefetch import _doctor_system
+        from gpuprefetch import _doctor_probes, _doctor_system
         _doctor_system.driver_library = lambda: {there!r}
+        _doctor_probes.accelerator = lambda: None
         torch.version.cuda = torch.version.hip = None
         """
     status, out, _ = patched(fake, "--json")

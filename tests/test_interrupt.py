@@ -12,7 +12,7 @@ import pytest
 from loaders import Gate, Ramp, eventually, stands_in, threads, vals, within
 from torch.utils.data import DataLoader
 
-from gpuprefetch import DataLoaderX, PrefetchIterator
+from gpuprefetch import DataLoaderX, PrefetchIterator, _threads
 from gpuprefetch._epoch import Epoch
 from gpuprefetch._iterator import EpochIterator
 from gpuprefetch._threads import SLICE_SECONDS, Mailbox, interrupt_later
@@ -112,6 +112,21 @@ def test_a_slow_signal_handler_does_not_lift_the_time_limit(on_alarm):
         with pytest.raises(TimeoutError):
             next(it)
         assert handled.is_set()
+
+
+def test_an_interrupt_that_was_put_off_waits_for_the_end_of_its_finalizer(monkeypatch):
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: ignored.append(unraisable.exc_type))
+
+    class Finalized:
+        def __del__(self):
+            interrupt_later()
+            threading.Event().wait(5 * _threads._LATER_SECONDS)  # as on a busy machine
+
+    with pytest.raises(KeyboardInterrupt):
+        Finalized()
+        threading.Event().wait(20)
+    assert ignored == []
 
 
 @pytest.mark.parametrize("implicit", [True, False])

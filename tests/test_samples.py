@@ -4,7 +4,6 @@ import collections
 import gc
 import itertools
 import sys
-import sysconfig
 import threading
 import time
 import warnings
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from loaders import Gate, Ramp, eventually, handles, lists, script, threads, vals, within
+from loaders import NO_GIL, Gate, Ramp, eventually, handles, lists, script, threads, vals, within
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, default_collate
 
 from gpuprefetch import PrefetchIterator, _arguments, _threads
@@ -24,7 +23,6 @@ from gpuprefetch._loader_threads import SampleThreadsEpoch
 windows = pytest.mark.windows  # on some: under wine each takes its time
 
 HAS_NOTES = sys.version_info >= (3, 11)
-NO_GIL = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 @pytest.fixture
