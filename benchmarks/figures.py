@@ -52,6 +52,7 @@ def block(name: str) -> str:
         "copies": other_tables.copies,
         "ready batches": other_tables.ready_batches,
         "gil takes": other_tables.gil_takes,
+        "pure python": other_tables.pure_python,
         "contention": functools.partial(other_tables.contention, "contention"),
         "resting": functools.partial(other_tables.contention, "resting"),
     }

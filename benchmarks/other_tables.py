@@ -68,6 +68,25 @@ def gil_takes() -> str:
     return f"{told(result, copies)}\n\n{markdown(gil_takes_script.table(result))}"
 
 
+def pure_python() -> str:
+    """What two threads gain where samples are pure Python: two columns for each Python, pure-python-VERSION.json."""
+    results = [read(found) for found in names("pure-python-*")]
+    if not results:
+        raise Unwritable("there is no pure-python-*.json in benchmarks/results")
+    lines = [["samples/s"]]
+    for result in results:
+        environment, threads = result["environment"], result["settings"]["threads"]
+        python = f"{environment['python']}, lock {'on' if environment['gil'] else 'off'}"
+        lines[0] += [f"{python}: 1 thread", f"{threads} threads"]
+    for row in results[0]["rows"]:
+        lines.append([f"{row['row']}: {row['description']}"])
+        for result in results:
+            own = find(result, row["row"], "row")
+            gain = f"{own['gain']['median']:.2f}x" if own else ""
+            lines[-1] += [f"{own['samples_per_second']['1']['median']:.0f}" if own else "", gain]
+    return "\n\n".join([*map(told, results), markdown(lines)])
+
+
 def ready_batches() -> str:
     """What is left to pay for a batch that is ready, case by case."""
     result = read("ready-batches")

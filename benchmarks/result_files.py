@@ -38,5 +38,5 @@ def ratios(row: dict[str, Any], other: dict[str, Any]) -> list[float]:
     return [one / two for one, two in zip(row["ms_per_step"]["raw"], other["ms_per_step"]["raw"], strict=True)]
 
 
-def find(result: dict[str, Any], name: str) -> dict[str, Any] | None:
-    return next((row for row in result["rows"] if row["name"] == name), None)
+def find(result: dict[str, Any], name: str, key: str = "name") -> dict[str, Any] | None:
+    return next((row for row in result["rows"] if row[key] == name), None)
