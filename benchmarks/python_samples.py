@@ -1,7 +1,6 @@
 """Samples in pure Python, of a fraction of a millisecond each: for pure_python.py.
 
-In a module, as datasets are: numbers that stand in the code of the program's own file are treated in another way by
-some Pythons without the interpreter's lock.
+In a module, as datasets are: in the program's own file these loops went otherwise, without the interpreter's lock.
 """
 
 from __future__ import annotations
