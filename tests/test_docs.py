@@ -28,21 +28,24 @@ def test_there_is_something_to_look_at():
     assert "docs/windows.md" in PAGES and "::" in (ROOT / "docs/windows.md").read_text(encoding="utf-8")
 
 
-def test_the_loop_that_counts_batches_runs(capsys):
+def code_with(text):
+    """The one block of choosing-threads.md that has this text."""
     page = (ROOT / "docs/choosing-threads.md").read_text(encoding="utf-8")
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "batches a second" in code)
-    exec(code, {"loader": DataLoader(Ramp(20), batch_size=4)})
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if text in code)
+    return code
+
+
+def test_the_loop_that_counts_batches_runs(capsys):
+    exec(code_with("batches a second"), {"loader": DataLoader(Ramp(20), batch_size=4)})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [[str(number), "threads:"] for number in (1, 2, 4, 8)]
     assert all(float(line.split()[2]) > 0 for line in lines)
 
 
 def test_the_loop_that_times_epochs_runs(capsys, monkeypatch):
-    page = (ROOT / "docs/choosing-threads.md").read_text(encoding="utf-8")
-    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "train(batch)" in code)
     trained = []
     monkeypatch.setattr("torch.cuda.synchronize", lambda: trained.append("waited"))
-    exec(code, {"loader": DataLoader(Ramp(8), batch_size=4), "train": trained.append})
+    exec(code_with("train(batch)"), {"loader": DataLoader(Ramp(8), batch_size=4), "train": trained.append})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [[str(i), str(n)] for i in range(4) for n in (0, 1, 4, 8)]
     assert [type(each) for each in trained] == [torch.Tensor, torch.Tensor, str] * 16

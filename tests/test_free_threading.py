@@ -2,14 +2,11 @@
 
 import pathlib
 import sys
-import sysconfig
 
 import pytest
-from loaders import script
+from loaders import NO_GIL, script
 
-without_a_gil = pytest.mark.skipif(
-    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL anyway"
-)
+without_a_gil = pytest.mark.skipif(not NO_GIL, reason="this Python has a GIL anyway")
 
 
 def test_the_extension_declares_that_it_needs_none():
