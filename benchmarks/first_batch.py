@@ -22,6 +22,7 @@ from typing import Any
 import in_process  # noqa: F401  (registers the rows: so do the next two)
 import ours  # noqa: F401
 import peers  # noqa: F401
+import torch
 from decoders import DECODERS
 from epoch import Batch, Checksum, time_epoch
 from experiment import figure
@@ -37,7 +38,9 @@ ROWS_BY_DEFAULT = "gpuprefetch,gpuprefetchN,workersN"
 
 
 def seconds_of_loading(loader: Loader) -> float:
-    """Of the first batch, by the plain loader, on the host."""
+    """Of the first batch, by the plain loader, on the host. With one thread for an operation, as in a worker process:
+    to wake one a core takes, beside other rows, now as long as stacking the batch and now ten times that."""
+    torch.set_num_threads(1)
     start = time.perf_counter()
     batch = next(iter(loader))
     seconds = time.perf_counter() - start

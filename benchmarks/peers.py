@@ -40,7 +40,11 @@ def _needs(*modules: str) -> Callable[[Target], str | None]:
 def workers(count: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:
     pins = target.streams is not None
     working = changed(loader, num_workers=count, pin_memory=pins, persistent_workers=True)
-    yield Epochs(lambda: on_device(working, target, non_blocking=True))
+    epochs = Epochs(lambda: on_device(working, target, non_blocking=True))
+    try:
+        yield epochs
+    finally:
+        del epochs.start  # the loader with it, which ends its processes: those left at exit torch waits for, 5 s each
 
 
 def _timm_is_missing(target: Target) -> str | None:

@@ -1,10 +1,15 @@
 """Which rows run, what their bounds are, and which cells there are."""
 
+import gc
+import multiprocessing
+
 import cells
 import pytest
 import rows
 import throughput
+import torch
 from parts import Parts
+from target import Target
 from workloads import make_loader, make_workload
 
 
@@ -63,6 +68,20 @@ def test_a_numbered_row_is_made_for_its_number(target):
     assert row.bound.formula == "max(fetch / 3, stage, copy, compute)"
     with row.make(loader, target, 2) as source:
         assert "num_threads=3" in repr(source)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_the_processes_of_a_row_end_with_it(device):
+    gc.collect()  # a forked worker that collects what other tests left aborts at a tensor on the device
+    others = set(multiprocessing.active_children())
+    (row,) = rows.rows_called("workers2", [])
+    loader = make_loader(make_workload("memory", 8, 0, None), 4, 50)
+    with row.make(loader, Target(torch.device(device)), 2) as source:
+        batches = iter(source)
+        next(batches)
+        del batches
+        assert len(set(multiprocessing.active_children()) - others) == 2  # for the next epoch
+    assert not set(multiprocessing.active_children()) - others  # though `source` still refers to the row
 
 
 def test_every_cell_is_a_command():
