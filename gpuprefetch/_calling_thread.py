@@ -35,8 +35,8 @@ class CallingThreadEpoch(Epoch):
         super().stop()
         self._jobs.put(None)
 
-    def close(self, deadline: float | None = None) -> None:
-        super().close(deadline)
+    def _drop(self) -> None:
+        super()._drop()
         self._source.close()
 
     def _first_waits_at(self) -> queue.SimpleQueue[Any]:
@@ -46,11 +46,10 @@ class CallingThreadEpoch(Epoch):
         if not self._loaded_ahead:
             self._load_ahead()
         self._prepare_late()
-        self._loaded_ahead = False  # before it is taken: a signal handler that draws then loads one of its own
         record = self._wait()
         if record is None:
-            self._loaded_ahead = True
             return None
+        self._loaded_ahead = False
         if not record.final:
             try:
                 self._lane.assemble(record)  # first, since it lets go of what was loaded
@@ -58,7 +57,7 @@ class CallingThreadEpoch(Epoch):
                 raise
             except BaseException as error:
                 self._fail(record, error)
-        if self._lane.copies_beside and not record.final and not self._loaded_ahead:
+        if self._lane.copies_beside and not record.final:
             self._load_ahead()
         return record
 

@@ -42,24 +42,24 @@ class Crew:
     """The threads of an epoch, all of which begin at work. In a block of ``with`` the consumer takes a batch: nobody
     comes to rest then, nor before the first one.
 
-    The consumer takes no lock here: a signal handler may stop the epoch or draw from it, in the middle of any line.
+    The consumer takes no lock here: a signal handler may stop the epoch, in the middle of any line.
     """
 
     def __init__(self, enough: Enough) -> None:
         self.size = enough.most
         self._enough = enough
         self._resting: list[threading.Lock] = []  # what each one waits for
-        self._inside = 0  # blocks: a signal handler may take a batch inside one
+        self._takes = False
         self._has_taken = False
         self._stopped = False
 
     def __enter__(self) -> Crew:
-        self._inside += 1
+        self._takes = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self._has_taken = True
-        self._inside -= 1
+        self._takes = False
 
     def adapt(self, unfinished: int, waits: bool) -> None:
         """Learns what was enough, and calls back who is needed. At the beginning of the block.
@@ -68,9 +68,7 @@ class Crew:
             unfinished: batches that threads were asked for and have not loaded yet.
             waits: the batch is not there.
         """
-        if self._inside > 1:  # whatever the outer block has seen: what was there for it is taken now
-            self._call_back()
-        elif not self._has_taken or self._stopped:
+        if not self._has_taken or self._stopped:
             pass  # the beginning and the end tell nothing
         elif unfinished == 0:  # so if it waits, then for the copy
             self._enough.were_idle()
@@ -103,7 +101,7 @@ class Crew:
         self._call_back()
 
     def _is_needed(self) -> bool:
-        return self._inside > 0 or not self._has_taken or self._stopped
+        return self._takes or not self._has_taken or self._stopped
 
     def _call_back(self) -> None:
         """Ctrl-C may arrive after any call: one that was called back and is still listed is no harm, the reverse is."""

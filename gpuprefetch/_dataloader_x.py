@@ -134,12 +134,12 @@ class DataLoaderX(DataLoader[Any]):
         return Batches(self, self._begin())
 
     def __next__(self) -> Any:
-        lock = self._prefetch._beginning.acquired()
+        turn = self._prefetch._beginning.acquired()
         try:
             epoch = self._latest()
             self._kept = epoch = self._begin() if epoch is None else epoch
         finally:
-            lock.release()
+            turn.release()
         return next(epoch)
 
     def shutdown(self) -> None:

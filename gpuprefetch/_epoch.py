@@ -38,7 +38,6 @@ class Epoch(abc.ABC):
         self._stopped = False
         self._replaced = False  # by an epoch that goes on with the same iterator
         self._asked = False  # the lane knows of the batch that is waited for
-        self._has_ended = False  # no record is put into `ready` any more
         self._workers: list[_threads.Worker] = []  # in the order in which they start; the first one fills `ready`
         self._taking = _threads.Turns()  # of consumers in several threads
 
@@ -61,14 +60,14 @@ class Epoch(abc.ABC):
         """The next batch. After the end, an error or stop(): StopIteration."""
         current = threading.current_thread()
         if any(worker.thread is current for worker in self._workers):
-            raise RuntimeError("an epoch can't be drawn from by the dataset that it loads")
-        lock = self._taking.acquired(lambda: self._stopped)
-        if lock is None:
+            raise RuntimeError(_threads.WITHIN_NEXT)
+        turn = self._taking.acquired(lambda: self._stopped)
+        if turn is None:
             raise self._end()
         try:
             return self._take()
         finally:
-            lock.release()
+            turn.release()
 
     def _take(self) -> Any:
         if self._stopped:
@@ -82,7 +81,7 @@ class Epoch(abc.ABC):
                 self._asked = False
                 if not record.final:
                     return self._hand_over(record)
-        except BaseException as error:  # one of a signal handler's among them, which may be a time-out
+        except BaseException as error:
             self.stop()
             if isinstance(error, StopIteration):
                 raise _not_the_end(error) from error
@@ -131,7 +130,13 @@ class Epoch(abc.ABC):
         ``deadline``, on the monotonic clock, is for a thread that is inside the user's code; by default 2 s from now.
         """
         self.stop()
-        _threads.end(self._workers, _threads.deadline() if deadline is None else deadline)
+        try:
+            _threads.end(self._workers, _threads.deadline() if deadline is None else deadline)
+        finally:  # its warning may be an error
+            self._drop()
+
+    def _drop(self) -> None:
+        """Lets go of what was ready, and of what loads: the threads have ended, or were left behind."""
         while True:
             try:
                 self._ready.get().error = None  # whose traceback may hold the record
@@ -147,14 +152,13 @@ class Epoch(abc.ABC):
         """The next record, copied; None after ``timeout``."""
 
     def _wait(self) -> Record | None:
-        """Signal handlers may draw at any point of it, between taking a record and giving it, too."""
         started = time.monotonic()
         while True:
             try:
                 return self._ready.get(_threads.SLICE_SECONDS)
             except queue.Empty:
                 pass
-            if self._stopped or (self._has_ended and self._ready.empty()):
+            if self._stopped:
                 return Record(-1, ended=True)
             thread = self._workers[0].thread
             if not thread.is_alive() and self._ready.empty():

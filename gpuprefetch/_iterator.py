@@ -97,7 +97,8 @@ class PrefetchIterator:
 
     An exception of the dataset, the sampler or the ``collate_fn`` is raised by the ``next()`` that would have given
     that batch, with its own traceback; afterwards the epoch is over. With several threads it comes once the samples of
-    that batch that were begun by then have ended.
+    that batch that were begun by then have ended. What ``next()`` runs can't call it for the same epoch: to the
+    dataset, a signal handler or a finalizer it is a RuntimeError, as it is of a generator.
     """
 
     __slots__ = (
@@ -164,16 +165,13 @@ class PrefetchIterator:
     def __next__(self) -> Any:
         implicit = self._implicit
         if implicit is None:
-            lock = self._beginning.acquired()
+            turn = self._beginning.acquired()
             try:
                 implicit = self._implicit
                 if implicit is None:
-                    begun = self._begin()
-                    implicit = self._implicit  # of a signal handler, which has begun one meanwhile and drawn from it
-                    if implicit is None:
-                        implicit = self._implicit = begun
+                    implicit = self._implicit = self._begin()
             finally:
-                lock.release()
+                turn.release()
         return next(implicit)
 
     def __len__(self) -> int:

@@ -74,7 +74,6 @@ class LoaderThreadEpoch(Epoch):
                             return
                         self._ready.put(record)
                         if record.final:
-                            self._has_ended = True
                             return
                         del record
                         if number == 0:
@@ -87,7 +86,6 @@ class LoaderThreadEpoch(Epoch):
             record = Record(number)
             self._fail(record, error)
             self._ready.put(record)
-            self._has_ended = True
 
     def _wait_for_permit(self) -> None:
         """Waits until the consumer has taken a batch, and lets it begin its step before it meets us at the GIL.
@@ -160,8 +158,8 @@ class SampleThreadsEpoch(LoaderThreadEpoch):
         super().stop()
         self._samples.stop()
 
-    def close(self, deadline: float | None = None) -> None:
-        super().close(deadline)
+    def _drop(self) -> None:
+        super()._drop()
         self._samples.close()
         self._crashed = None  # of a thread that began when all was loaded
 

@@ -30,6 +30,11 @@ JOIN_SECONDS = 2.0
 SLICE_SECONDS = 0.1
 """On Windows a lock that is waited for can't be interrupted: Ctrl-C arrives between two slices of so long."""
 
+WITHIN_NEXT = (
+    "next() of an epoch can't be called by what it runs itself: the dataset that it loads, a signal handler or a "
+    "finalizer"
+)
+
 T = TypeVar("T")
 
 _LATER_SECONDS = 0.05  # until an interrupt is raised again
@@ -177,11 +182,23 @@ class Mailbox(Generic[T]):
         return self._items.get_nowait()
 
 
-class Turns:
-    """A re-entrant lock that is waited for in slices. A forked child has a new one."""
+class _Turn:
+    """A lock that knows who has it. A re-entrant one, for a signal handler that runs where nobody knows yet."""
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.RLock(), os.getpid()
+        self.lock = threading.RLock()
+        self.holder: int | None = None
+
+    def release(self) -> None:
+        self.holder = None
+        self.lock.release()
+
+
+class Turns:
+    """A lock that is waited for in slices, and refused to what its own holder runs. A forked child has a new one."""
+
+    def __init__(self) -> None:
+        self._turn, self._process = _Turn(), os.getpid()
 
     def acquired(self, gives_up: Callable[[], bool] = lambda: False) -> Any:
         """The lock, for the caller to release, or None where it gave up.
@@ -189,12 +206,15 @@ class Turns:
         It is no context manager of contextlib's: those write to the errors that pass, and a user's may be frozen.
         """
         if self._process != os.getpid():  # it may be held by a thread that the fork has left behind
-            self._lock, self._process = threading.RLock(), os.getpid()
-        lock = self._lock
-        while not lock.acquire(timeout=SLICE_SECONDS):
+            self._turn, self._process = _Turn(), os.getpid()
+        turn, current = self._turn, threading.get_ident()
+        while turn.holder == current or not turn.lock.acquire(timeout=SLICE_SECONDS):
             if gives_up():
                 return None
-        return lock
+            if turn.holder == current:
+                raise RuntimeError(WITHIN_NEXT)
+        turn.holder = current
+        return turn
 
 
 def on_one() -> bool:
@@ -227,14 +247,14 @@ def _end_all() -> None:
     # loader lock.
     end_by = deadline()
     workers = _stop_all(end_by)
-    end(workers, end_by)
-    if os.getpid() != _pid:  # a forked child has neither the pool's threads nor the device
-        return
+    is_parent = os.getpid() == _pid  # a forked child has neither the pool's threads nor the device
     try:
-        if not any(worker.thread.is_alive() for worker in workers):
+        end(workers, end_by)  # whose warning may be an error
+        if is_parent and not any(worker.thread.is_alive() for worker in workers):
             _copier.close_all()
     finally:
-        _extension.shutdown()
+        if is_parent:
+            _extension.shutdown()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,11 +1,10 @@
 """Of an epoch's sample threads as many load as the loop needs."""
 
-import signal
 import threading
 import time
 
 import pytest
-from loaders import Ramp, eventually, stands_in, threads, within
+from loaders import Ramp, eventually, threads, within
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch import PrefetchIterator
@@ -96,19 +95,6 @@ def test_nobody_rests_while_the_loop_waits(crew):
         assert all_go_on(rest(crew, 4))
     rest(crew, 4)
     assert resting(crew) == 2, "one more is at work from then on"
-
-
-def test_a_batch_that_a_signal_handler_takes_may_be_the_one_that_was_there(crew):
-    """So the loop waits, and does not know."""
-    is_idle(crew, 3 * LEAST_PATIENCE)
-    made = rest(crew, 4)
-    with crew:
-        takes(crew)
-        assert resting(crew) == 0 and all_go_on(made)
-        crew.adapt(unfinished=0, waits=False)  # as it was before the handler came
-        assert all_go_on(rest(crew, 4))
-    rest(crew, 4)
-    assert resting(crew) == 3
 
 
 def test_nobody_rests_before_the_first_batch_is_taken():
@@ -367,31 +353,3 @@ def test_threads_that_rest_end_with_their_epoch(how):
         within(20, epoch.close)
     epoch = None
     assert eventually(lambda: threads() <= before)
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows sends no signal to a thread")
-def test_a_signal_handler_may_draw_while_the_loop_waits():
-    """It takes what the loop has waited for, which then waits for the next one: that takes all threads, too."""
-    meeting, meets, sent, drawn = threading.Barrier(4), threading.Event(), threading.Lock(), []
-    loop = threading.current_thread()
-
-    def hook(i):
-        if meets.is_set():
-            if sent.acquire(blocking=False):
-                assert stands_in("_wait", loop)
-                signal.pthread_kill(loop.ident, signal.SIGUSR1)
-            meeting.wait(20)
-
-    epoch = iter(prefetched(100, 4, hook, prefetch_batches=1))
-    drawn += until_resting(epoch, 3)
-    before = signal.signal(signal.SIGUSR1, lambda *_: drawn.append(int(next(epoch)[0, 0])))
-    meets.set()
-    try:
-        ready = int(next(epoch)[0, 0])
-        drawn.append(ready)
-        last = int(next(epoch)[0, 0])
-    finally:
-        meeting.abort()  # of what is loaded ahead
-        signal.signal(signal.SIGUSR1, before)
-    assert drawn[-2:] == [ready, ready + 4] and last == ready + 8
-    assert [*drawn, last] == list(range(0, last + 4, 4))

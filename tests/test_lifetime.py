@@ -444,6 +444,27 @@ def test_a_stuck_thread_is_waited_for_two_seconds_and_left_with_one_warning(befo
     assert eventually(lambda: not threads(since=before))
 
 
+def test_what_was_ready_is_dropped_though_the_warning_is_an_error(before, hasty):
+    made = []
+
+    def collate(samples):
+        batch = torch.stack(samples)
+        made.append(weakref.ref(batch))
+        return batch
+
+    with Gate(at=2) as gate:
+        it = iter(PrefetchIterator(DataLoader(Ramp(5, hook=gate), collate_fn=collate), device="cpu"))
+        assert vals([next(it)]) == [0]
+        assert gate.reached.wait(20)
+        assert made[1]() is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="left behind"):
+                it.close()
+        assert eventually(lambda: made[1]() is None)
+    assert eventually(lambda: not threads(since=before))
+
+
 def test_several_stuck_threads_are_waited_for_together(before, monkeypatch):
     monkeypatch.setattr(_threads, "JOIN_SECONDS", 0.5)
     gates = []

@@ -113,6 +113,27 @@ def test_exit_with_a_stuck_dataset_takes_bounded_time():
 
 
 @pytest.mark.process
+def test_exit_ends_the_compiled_threads_though_the_warning_is_an_error():
+    code, out, err = script(
+        """
+        import warnings
+        from gpuprefetch import _extension
+        def stand_here(i):
+            reached.release()
+            time.sleep(3600)  # stuck
+        reached = threading.Semaphore(0)
+        it = iter(PrefetchIterator(DataLoader(Ramp(9, hook=stand_here)), device="cpu"))
+        assert reached.acquire(timeout=20)
+        shutdown, _extension.shutdown = _extension.shutdown, lambda: print("ended", shutdown())
+        warnings.simplefilter("error")
+        """
+    )
+    assert code == 0, err
+    assert out.split() == ["ended", "None"]
+    assert "in stand_here" in err
+
+
+@pytest.mark.process
 def test_an_interrupt_reaches_a_waiting_consumer():
     """Ctrl-C while next() waits for a slow sample, without a thread and then with one."""
     options = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {}

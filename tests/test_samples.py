@@ -958,16 +958,20 @@ def test_workers_and_threads_exclude_each_other():
 @pytest.mark.skipif(not HAS_NOTES, reason="exceptions have notes since Python 3.11")
 @pytest.mark.skipif(sys.platform != "linux", reason="starts worker processes by fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_cuda_in_a_forked_worker_gets_a_note(before):
+@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_cuda_in_a_forked_worker_gets_a_note(before, device, num_threads):
     """torch's own error, out of a worker, which brings it as text."""
 
     def hook(i):
-        torch.cuda._is_in_bad_fork = lambda: True  # in the worker, as after its parent has used CUDA
-        torch.cuda.init()
+        if device == "cpu":
+            torch.cuda._is_in_bad_fork = lambda: True  # in the worker, as after its parent has used CUDA
+        torch.zeros(1, device="cuda")
 
+    torch.zeros(1, device=device)
     loader = DataLoader(Ramp(4, hook=hook), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA in forked subprocess") as caught:
-        within(60, lambda: next(iter(PrefetchIterator(loader, device="cpu"))))
+        within(60, lambda: next(iter(PrefetchIterator(loader, device=device, num_threads=num_threads))))
     place, advice = caught.value.__notes__
     assert place.startswith("gpuprefetch: at batch 0, in thread ") and "num_threads" not in place  # it runs elsewhere
     assert "num_workers=0" in advice and "num_threads=N" in advice
