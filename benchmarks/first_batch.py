@@ -39,7 +39,7 @@ ROWS_BY_DEFAULT = "gpuprefetch,gpuprefetchN,workersN"
 
 def seconds_of_loading(loader: Loader) -> float:
     """Of the first batch, by the plain loader, on the host. With one thread for an operation, as in a worker process:
-    to wake one a core takes, beside other rows, now as long as stacking the batch and now ten times that."""
+    how long it takes to wake one a core depends on what other rows have left awake."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     batch = next(iter(loader))
