@@ -55,6 +55,7 @@ def block(name: str) -> str:
         "pure python": other_tables.pure_python,
         "contention": functools.partial(other_tables.contention, "contention"),
         "resting": functools.partial(other_tables.contention, "resting"),
+        "trials": functools.partial(other_tables.contention, "trials"),
     }
     if name not in writers:
         raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")
