@@ -49,6 +49,7 @@ def block(name: str) -> str:
         "slow datasets": other_tables.slow_datasets,
         "first batch": other_tables.first_batch,
         "gpu dataset": other_tables.gpu_dataset,
+        "streams": other_tables.streams,
         "copies": other_tables.copies,
         "ready batches": other_tables.ready_batches,
         "gil takes": other_tables.gil_takes,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from epoch import Batch, Checksum, Epoch, time_epoch
 from experiment import figure
-from gpu_dataset_parts import Parts, Resident, Shrunk, Upscaled, measure_parts
+from gpu_dataset_parts import Parts, Resident, Shrunk, Upscaled, UpscaledApart, measure_parts
 from in_process import Epochs, on_device
 from output import check_files, finish, start
 from steps import Step, Wait, make_step
@@ -36,6 +36,7 @@ from gpuprefetch import PrefetchIterator
 
 CPU_STEP_SECONDS = 0.005
 SPEED_SECONDS = 0.25
+NET_IN = {"__getitem__": Upscaled, "__getitem__-apart": UpscaledApart}
 ON_THE_CPU = "no accelerator: both nets share the cores, and a timed wait stands for the step. No claim rests on it"
 
 
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
         dataset, at_once = Shrunk(*made_of), options.batch_size
         loader = DataLoader(dataset, batch_size=options.batch_size, collate_fn=dataset.collate)
     else:
-        dataset, at_once = Upscaled(*made_of), 1
+        dataset, at_once = NET_IN[options.net_in](*made_of), 1
         loader = DataLoader(dataset, batch_size=options.batch_size)
     pictures = torch.cat([batch.cpu() for batch, _ in loader])
     ready = TensorDataset(pictures, torch.arange(len(dataset)))
@@ -197,9 +198,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--net-in",
-        choices=["__getitem__", "collate_fn"],
+        choices=[*NET_IN, "collate_fn"],
         default="__getitem__",
-        help="where the dataset's net is called: for each sample, or once a batch (__getitem__)",
+        help="where the dataset's net is called: for each sample, the same on streams of the threads' own, or once a "
+        "batch (__getitem__)",
     )
     parser.add_argument("--channels", type=int, default=128, help="of the dataset's net (128)")
     parser.add_argument("--layers", type=int, default=8, help="of the dataset's net, beside the first and last (8)")

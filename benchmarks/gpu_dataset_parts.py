@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -84,6 +85,27 @@ class Upscaled(Shrunk):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         return self.upscale(self.small(i)[None])[0], i
+
+
+class UpscaledApart(Upscaled):
+    """The same, on a stream of each thread's own: as docs/choosing-threads.md shows it."""
+
+    def __init__(self, *made_of: Any) -> None:
+        super().__init__(*made_of)
+        self.own = threading.local()
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        if self.device.type != "cuda":
+            return super().__getitem__(i)
+        shared = torch.cuda.current_stream()
+        if not hasattr(self.own, "stream"):
+            self.own.stream = torch.cuda.Stream()
+            self.own.stream.wait_stream(shared)  # behind what made the net
+        with torch.cuda.stream(self.own.stream):
+            picture, number = super().__getitem__(i)
+        shared.wait_stream(self.own.stream)
+        picture.record_stream(shared)
+        return picture, number
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,21 @@ def gpu_dataset_table(name: str) -> str:
     return f"{described}\n\n{markdown(gpu_dataset_script.table(result))}"
 
 
+def streams() -> str:
+    """A line for each file of gpu_dataset.py, as streams-8-apart-sync.json: its row of several threads."""
+    results = [read(name) for name in names("streams-*")]
+    if not results:
+        raise Unwritable("there is no streams-*.json in benchmarks/results")
+    lines = [["--threads", "--net-in", "--sync-every-step", *gpu_dataset_script.table(results[0])[0][1:]]]
+    for result in results:
+        settings = result["settings"]
+        (row,) = [line for line in gpu_dataset_script.table(result) if line[0] == f"gpuprefetch{settings['threads']}"]
+        loop = "yes" if settings["sync_every_step"] else "no"
+        lines.append([str(settings["threads"]), f"`{settings['net_in']}`", loop, *row[1:]])
+    described = told(results[0], f"Step: {results[0]['step']}.", "Of the other lines: with the options that they say.")
+    return f"{described}\n\n{markdown(lines)}"
+
+
 def slow_datasets() -> str:
     """docs/slow-datasets.md: what each way of storing photos gives."""
     result = read("slow-datasets")

@@ -213,6 +213,24 @@ def test_datasets_on_the_gpu_are_a_table_a_file(write):
     ]
 
 
+def test_streams_are_a_line_a_file(write):
+    row = {"bound_ms": figure([4.0]), "multiple_of_bound": figure([1.0]), "times_as_fast_as_plain": figure([2.0])}
+    named = {"gpuprefetch1": 9.0, "gpuprefetch8": 5.0, "gpuprefetch4": 6.0}
+    rows = [{**row, "name": name, "ms_per_step": figure([ms]), "wrong_repeats": []} for name, ms in named.items()]
+    result = {"step": "training", "rows": rows}
+    eight = {"repeats": 5, "threads": 8, "net_in": "apart", "sync_every_step": True}
+    with pytest.raises(result_files.Unwritable, match=r"there is no streams-\*.json"):
+        figures.block("streams")
+    write("streams-8-sync", {**result, "settings": eight})
+    write("streams-4", {**result, "settings": {**eight, "threads": 4, "net_in": "shared", "sync_every_step": False}})
+    told, table = paragraphs("streams")
+    assert "5 repeats. Step: training. Of the other" in told
+    assert table[2:] == [
+        "| 4 | `shared` | no | 6.00 | 6.00 | 6.00 | 4.00 | 1.00 | 2.00 |",
+        "| 8 | `apart` | yes | 5.00 | 5.00 | 5.00 | 4.00 | 1.00 | 2.00 |",
+    ]
+
+
 def test_copies_by_source_size_and_method(write):
     def row(source, size, method, ms, share):
         rate = figure([size / ms * 1e-6])

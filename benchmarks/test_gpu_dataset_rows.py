@@ -37,7 +37,7 @@ def test_a_batch_made_at_once_is_that_of_its_samples(target):
         assert torch.equal(numbers, same) and not others.requires_grad
 
 
-@pytest.mark.parametrize("net_in", ["__getitem__", "collate_fn"])
+@pytest.mark.parametrize("net_in", ["__getitem__", "__getitem__-apart", "collate_fn"])
 def test_a_run(tmp_path, capsys, net_in):
     written = tmp_path / "out.json"
     assert gpu_dataset.main([*QUICK, "--threads", "3", "--net-in", net_in, "--json", str(written)]) == 0
