@@ -66,8 +66,29 @@ def samples_a_task(size: int, loader: Loader, target: Target, prefetch_batches: 
         yield EachEpoch(batches, iter, mock.patch("gpuprefetch._source.Samples", Sliced))
 
 
-for size in (1, 4, 16):
+for size in (1, 4, 8, 16):
     trial(f"{size}-a-task", f"{size} samples a task")(functools.partial(samples_a_task, size))
+
+
+@trial("half-if-ready", "a batch is split among half of the threads, unless the loop waits for one")
+def half_if_ready(loader: Loader, target: Target, prefetch_batches: int) -> Opened:
+    from gpuprefetch._crew import Crew
+    from gpuprefetch._samples import Samples
+
+    class Seen(Crew):
+        waits = True  # for the first one
+
+        def adapt(self, unfinished: int, waits: bool) -> None:
+            self.waits = waits
+            super().adapt(unfinished, waits)
+
+    class Sliced(Samples):
+        def _slice_size(self, samples: int) -> int:
+            assert isinstance(self.crew, Seen)
+            return -(-samples // (self.crew.size if self.crew.waits else self.crew.size // 2))
+
+    with prefetched(THREADS, loader, target, prefetch_batches) as batches:
+        yield EachEpoch(batches, iter, mock.patch.multiple("gpuprefetch._source", Crew=Seen, Samples=Sliced))
 
 
 def threads_inside(most: int, loader: Loader, target: Target, prefetch_batches: int) -> Opened:

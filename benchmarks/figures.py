@@ -57,6 +57,7 @@ def block(name: str) -> str:
         "contention": functools.partial(other_tables.contention, "contention"),
         "resting": functools.partial(other_tables.contention, "resting"),
         "trials": functools.partial(other_tables.contention, "trials"),
+        "tasks": functools.partial(other_tables.contention, "tasks"),
     }
     if name not in writers:
         raise Unwritable(f"there are no figures called {name!r}; there are {', '.join(writers)} and cell NAME")

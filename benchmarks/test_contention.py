@@ -66,6 +66,26 @@ def test_samples_a_task(opened):
     assert len(threads) == BATCH * STEPS // 4 and all(len(each) == 1 for each in threads.values())
 
 
+def test_half_of_the_threads_share_a_batch_while_the_next_one_is_ready(opened):
+    seen, meetings = {}, {0: threading.Barrier(8), 2: threading.Barrier(4)}
+
+    def make(index):
+        batch = index // BATCH
+        seen.setdefault(batch, set()).add(threading.get_ident())
+        if batch in meetings:
+            meetings[batch].wait(20)
+        return image(index)
+
+    epoch = iter(opened("gpuprefetch8-half-if-ready", make, prefetch_batches=1))
+    next(epoch)
+    ready = epoch.gi_frame.f_locals["epoch"]._epoch._ready
+    assert eventually(lambda: not ready.empty())  # 1, and the loop finds it so
+    next(epoch)
+    assert eventually(lambda: 2 in seen)  # before the loop waits for it
+    list(epoch)
+    assert [len(seen[batch]) for batch in meetings] == [8, 4]
+
+
 def test_samples_a_task_of_rows_that_are_open_at_the_same_time(opened):
     """As they are while they take turns."""
     at = {}
