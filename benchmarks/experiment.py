@@ -14,9 +14,9 @@ from typing import Any
 
 import footprint
 from calibration import Plan
-from epoch import Batch, Epoch, time_epoch
+from epoch import Batch, Checksum, Epoch, time_epoch
 from footprint import Footprint
-from parts import BatchTimes, Parts, ResidentBatches, Transport, TransportTimer
+from parts import BatchTimes, Parts, ResidentBatches, TransportTimer
 from rows import Loader, Row
 from target import Target, Unusable
 from tqdm import tqdm
@@ -25,6 +25,7 @@ COMPUTE, RESTED = "compute", "rested"
 FOOTPRINT_STEPS = 26  # of an epoch: more than any queue holds
 STEPS_A_READING = 5  # one takes some milliseconds
 SPEED_SECONDS = 0.25
+TIMED_BATCHES = 50  # of an epoch's, in each repeat, whose parts are timed: more would take longer than the rows
 PART_NAMES = tuple(field.name for field in dataclasses.fields(Parts))
 TRANSPORT_NAMES = tuple(field.name for field in dataclasses.fields(BatchTimes))
 HOST_NAMES = ("load", "fetch", "stage")
@@ -49,7 +50,8 @@ def run(
 
     A peer that fails before it is timed is left out, with its error.
     """
-    transports: list[Transport] = []
+    transports: list[list[BatchTimes]] = []
+    expected: Checksum | None = None
     computes: list[Epoch] = []
     rested: list[Epoch] = []
     alone: dict[str, list[Epoch]] = {COMPUTE: computes}
@@ -99,7 +101,8 @@ def run(
             # Some batches before each cell, and the rest after the last: where others use the host too it is slow for
             # seconds, which must not be all that the parts see. Cut at random, as the first after a cell finds cold
             # caches.
-            cuts = sorted(chance.choices(range(plan.steps + 1), k=len(cells)))
+            timed = min(plan.steps, TIMED_BATCHES)
+            cuts = sorted(chance.choices(range(timed + 1), k=len(cells)))
             for cell, cut in zip(cells, cuts, strict=True):
                 progress.set_description(f"repeat {repeat + 1}/{plan.repeats}: {cell}")
                 gc.collect()
@@ -111,12 +114,15 @@ def run(
                 taken[cell].append(time_epoch(source, plan.steps, plan.step, target, sync_every_step))
                 progress.update()
             target.restore_intra_op_threads()
-            timer.advance(plan.steps - len(timer.times))
-            transports.append(timer.result())
+            timer.advance(timed - len(timer.times))
+            transports.append(timer.times[:])
+            if expected is None:  # the same in each repeat, since a sample depends on its index alone
+                timer.advance(plan.steps - timed)
+                expected = timer.checksum()
 
     parts = [
-        _parts(transport, compute, rest)
-        for transport, compute, rest in zip(transports, computes, rested or [None] * len(computes), strict=True)
+        _parts(times, compute, rest)
+        for times, compute, rest in zip(transports, computes, rested or [None] * len(computes), strict=True)
     ]
     least = _least_host_parts(parts, transports)
     # On the CPU nothing is staged, copied or gathered.
@@ -131,9 +137,7 @@ def run(
                 "host_bytes": footprints[row.name].host,
                 "pinned_bytes": footprints[row.name].pinned,
                 "wrong_repeats": [
-                    repeat
-                    for repeat, (epoch, transport) in enumerate(zip(epochs[row.name], transports, strict=True))
-                    if epoch.checksum != transport.checksum
+                    repeat for repeat, epoch in enumerate(epochs[row.name]) if epoch.checksum != expected
                 ],
             }
             for row in rows
@@ -141,19 +145,19 @@ def run(
     }
 
 
-def _parts(transport: Transport, compute: Epoch, rested: Epoch | None) -> Parts:
-    mean = {name: statistics.fmean(getattr(batch, name) for batch in transport.times) for name in TRANSPORT_NAMES}
+def _parts(times: list[BatchTimes], compute: Epoch, rested: Epoch | None) -> Parts:
+    mean = {name: statistics.fmean(getattr(batch, name) for batch in times) for name in TRANSPORT_NAMES}
     alone = compute.step_seconds
     return Parts(**mean, compute=alone, rested=rested.step_seconds * (1 - rested.waited_share) if rested else alone)
 
 
-def _least_host_parts(parts: list[Parts], transports: list[Transport]) -> list[Parts]:
+def _least_host_parts(parts: list[Parts], transports: list[list[BatchTimes]]) -> list[Parts]:
     """With the least that each batch has taken of the host in any repeat: what else runs on a machine can only add to
     that.
 
     The device's parts stay those of their repeat, since its clock drifts either way.
     """
-    of_batches = list(zip(*(transport.times for transport in transports), strict=True))  # each in all repeats
+    of_batches = list(zip(*transports, strict=True))  # each in all repeats
     least = {
         name: statistics.fmean(min(getattr(times, name) for times in batch) for batch in of_batches)
         for name in HOST_NAMES

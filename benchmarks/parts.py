@@ -43,17 +43,12 @@ class BatchTimes:
     copy: float = 0.0
 
 
-@dataclass(frozen=True)
-class Transport:
-    """The times of an epoch's batches, and their checksum, which the rows must reach too."""
-
-    times: list[BatchTimes]
-    checksum: Checksum
-
-
 class TransportTimer:
     """Loads, stages and copies the batches of an epoch in turn, and takes the time of each part: `advance` goes on
-    where the last call ended. On the CPU nothing is staged or copied."""
+    where the last call ended. On the CPU nothing is staged or copied.
+
+    times: of each batch so far.
+    """
 
     def __init__(self, loader: DataLoader[Batch], target: Target) -> None:
         self.times: list[BatchTimes] = []
@@ -73,8 +68,9 @@ class TransportTimer:
         self._batches = iter(loader)
         loader.collate_fn = collate  # the iterator has taken the other one
 
-    def result(self) -> Transport:
-        return Transport(self.times, self._tally.result())
+    def checksum(self) -> Checksum:
+        """Of the batches so far, which after an epoch's last one the rows must reach too."""
+        return self._tally.result()
 
     def advance(self, batches: int) -> None:
         """Time up to `batches` more of them."""

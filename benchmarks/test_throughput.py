@@ -23,7 +23,7 @@ from decoders import DECODERS
 from epoch import time_epoch
 from experiment import _least_host_parts, _parts, run
 from in_process import Epochs, in_background
-from parts import BatchTimes, ResidentBatches, Transport, TransportTimer
+from parts import BatchTimes, ResidentBatches, TransportTimer
 from plot import draw
 from steps import Nothing, Wait
 from target import Target, Unusable
@@ -243,9 +243,9 @@ def test_an_epoch_of_parts_in_portions_is_that_at_once(loader, target):
     whole.advance(STEPS)
     for batches in (0, 1, 7, STEPS):  # the last asks for more than are left
         portions.advance(batches)
-    assert len(whole.result().times) == len(portions.result().times) == STEPS
-    assert portions.result().checksum == whole.result().checksum
-    assert whole.result().checksum == time_epoch(loader, STEPS, Wait(0.0), target, False).checksum
+    assert len(whole.times) == len(portions.times) == STEPS
+    assert portions.checksum() == whole.checksum()
+    assert whole.checksum() == time_epoch(loader, STEPS, Wait(0.0), target, False).checksum
 
 
 def test_a_machine_that_did_something_else_is_said():
@@ -262,8 +262,8 @@ def test_the_parts_of_the_bound_are_the_least_of_each_batch():
     """Batches that differ keep their mean, and what a slow second added in some repeat is left out."""
     compute = SimpleNamespace(step_seconds=5.0)
     transports = [
-        Transport([BatchTimes(1.0, 0.5, 0.1, 0.2), BatchTimes(9.0, 2.5, 0.3, 0.4)], None),
-        Transport([BatchTimes(4.0, 3.5, 0.2, 0.4), BatchTimes(3.0, 2.6, 0.2, 0.6)], None),
+        [BatchTimes(1.0, 0.5, 0.1, 0.2), BatchTimes(9.0, 2.5, 0.3, 0.4)],
+        [BatchTimes(4.0, 3.5, 0.2, 0.4), BatchTimes(3.0, 2.6, 0.2, 0.6)],
     ]
     parts = [
         _parts(transport, compute, SimpleNamespace(step_seconds=8.0, waited_share=0.5)) for transport in transports
