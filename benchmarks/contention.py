@@ -85,7 +85,7 @@ def half_if_ready(loader: Loader, target: Target, prefetch_batches: int) -> Open
     class Sliced(Samples):
         def _slice_size(self, samples: int) -> int:
             assert isinstance(self.crew, Seen)
-            return -(-samples // (self.crew.size if self.crew.waits else self.crew.size // 2))
+            return super()._slice_size(samples) * (1 if self.crew.waits else 2)
 
     with prefetched(THREADS, loader, target, prefetch_batches) as batches:
         yield EachEpoch(batches, iter, mock.patch.multiple("gpuprefetch._source", Crew=Seen, Samples=Sliced))

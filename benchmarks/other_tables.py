@@ -118,7 +118,7 @@ def copies() -> str:
 
 
 def gpu_dataset() -> str:
-    """A table for each file of gpu_dataset.py, as gpu-dataset-kernels-sync.json."""
+    """A table for each file of gpu_dataset.py, as gpu-dataset-resnet18-sync.json."""
     return "\n\n".join(map(gpu_dataset_table, names("gpu-dataset*") or ["gpu-dataset"]))
 
 
@@ -141,7 +141,7 @@ def streams() -> str:
         (row,) = [line for line in gpu_dataset_script.table(result) if line[0] == f"gpuprefetch{settings['threads']}"]
         loop = "yes" if settings["sync_every_step"] else "no"
         lines.append([str(settings["threads"]), f"`{settings['net_in']}`", loop, *row[1:]])
-    described = told(results[0], f"Step: {results[0]['step']}.", "Of the other lines: with the options that they say.")
+    described = told(results[0], f"Step: {results[0]['step']}.", "The others: with what their columns say.")
     return f"{described}\n\n{markdown(lines)}"
 
 

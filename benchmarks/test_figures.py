@@ -224,7 +224,7 @@ def test_streams_are_a_line_a_file(write):
     write("streams-8-sync", {**result, "settings": eight})
     write("streams-4", {**result, "settings": {**eight, "threads": 4, "net_in": "shared", "sync_every_step": False}})
     told, table = paragraphs("streams")
-    assert "5 repeats. Step: training. Of the other" in told
+    assert "5 repeats. Step: training. The others: " in told
     assert table[2:] == [
         "| 4 | `shared` | no | 6.00 | 6.00 | 6.00 | 4.00 | 1.00 | 2.00 |",
         "| 8 | `apart` | yes | 5.00 | 5.00 | 5.00 | 4.00 | 1.00 | 2.00 |",
