@@ -455,9 +455,8 @@ def test_the_numbers_themselves():
     """They are part of the interface: a training run can be repeated with a later version."""
     (sample,) = PrefetchIterator(DataLoader(Augmented(), batch_size=None, sampler=[7]), "cpu", seed=5)
     (order,) = PrefetchIterator(DataLoader(Ramp(8, (1,)), 8, shuffle=True), "cpu", seed=5)
-    assert sample.tolist() == pytest.approx(
-        [7, 0.7713541388511658, 0.6237474083900452, 0.6471097441015303, 0.020452940490087168]
-    )
+    drawn = [0.7713541388511658, 0.6237474083900452, 0.6471097441015303, 0.020452940490087168]  # by another process
+    assert sample.tolist() == [7, *drawn]
     assert order.flatten().tolist() == [3, 6, 1, 4, 5, 7, 0, 2]
 
 
