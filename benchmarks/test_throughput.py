@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import experiment
 import footprint
 import pytest
 import report
@@ -246,6 +247,20 @@ def test_an_epoch_of_parts_in_portions_is_that_at_once(loader, target):
     assert len(whole.times) == len(portions.times) == STEPS
     assert portions.checksum() == whole.checksum()
     assert whole.checksum() == time_epoch(loader, STEPS, Wait(0.0), target, False).checksum
+
+
+def test_of_a_long_epoch_the_parts_of_the_first_batches_are_timed_and_all_are_compared(
+    loader, target, plan, monkeypatch
+):
+    timed, least_of = [], experiment._least_host_parts
+    monkeypatch.setattr(experiment, "TIMED_BATCHES", 2)
+    monkeypatch.setattr(
+        experiment, "_least_host_parts", lambda parts, times: timed.append([*map(len, times)]) or least_of(parts, times)
+    )
+    both = [a_row(lambda batches: batches, "whole"), a_row(lambda batches: batches[:-1], "one short")]
+    whole, one_short = run(plan, both, loader, target, 2, False)["rows"]
+    assert timed == [[2, 2]]
+    assert (whole["wrong_repeats"], one_short["wrong_repeats"]) == ([], [0, 1])
 
 
 def test_a_machine_that_did_something_else_is_said():
