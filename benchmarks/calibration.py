@@ -50,7 +50,7 @@ def make_plan(
         step, compute = _calibrated_step(step_name, target, make, batch_size or LARGEST_BATCH, notes)
 
     def seconds(batch: int, step_count: int) -> float:
-        """One repeat: every row, and the two passes that measure the parts."""
+        """The first repeat: every row, and the two passes that measure the parts; later ones load less for those."""
         loading = load * batch
         computing = compute if compute is not None else _wait_seconds(loading)
         in_rows = sum(max(loading, computing) if row.loads_beside else loading + computing for row in rows)

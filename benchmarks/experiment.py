@@ -89,6 +89,7 @@ def run(
         taken = alone | epochs
         cells = list(taken)
         chance = random.Random(seed)
+        timed = min(plan.steps, TIMED_BATCHES)
 
         start = time.perf_counter()
         for repeat in range(plan.repeats):
@@ -101,7 +102,6 @@ def run(
             # Some batches before each cell, and the rest after the last: where others use the host too it is slow for
             # seconds, which must not be all that the parts see. Cut at random, as the first after a cell finds cold
             # caches.
-            timed = min(plan.steps, TIMED_BATCHES)
             cuts = sorted(chance.choices(range(timed + 1), k=len(cells)))
             for cell, cut in zip(cells, cuts, strict=True):
                 progress.set_description(f"repeat {repeat + 1}/{plan.repeats}: {cell}")
@@ -114,11 +114,9 @@ def run(
                 taken[cell].append(time_epoch(source, plan.steps, plan.step, target, sync_every_step))
                 progress.update()
             target.restore_intra_op_threads()
-            timer.advance(timed - len(timer.times))
-            transports.append(timer.times[:])
-            if expected is None:  # the same in each repeat, since a sample depends on its index alone
-                timer.advance(plan.steps - timed)
-                expected = timer.checksum()
+            timer.advance((timed if expected else plan.steps) - len(timer.times))
+            transports.append(timer.times[:timed])
+            expected = expected or timer.checksum()  # the same in each repeat: a sample depends on its index alone
 
     parts = [
         _parts(times, compute, rest)

@@ -135,6 +135,8 @@ def streams() -> str:
     results = [read(name) for name in names("streams-*")]
     if not results:
         raise Unwritable("there is no streams-*.json in benchmarks/results")
+    if len({(each["step"], each["environment"].get("boot"), each["settings"]["repeats"]) for each in results}) > 1:
+        raise Unwritable("streams-*.json are not of one step, machine and number of repeats, of which the block tells")
     lines = [["--threads", "--net-in", "--sync-every-step", *gpu_dataset_script.table(results[0])[0][1:]]]
     for result in results:
         settings = result["settings"]
